@@ -18,7 +18,7 @@ from verify.engine.profiles import Profile
 from verify.execution.run import Run
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import LawReport, seconds
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
@@ -98,6 +98,12 @@ def test_a_report_says_that_its_line_does_not_repeat() -> None:
     assert "only in a fresh process" in text.failure(dataclasses.replace(report, repeats="only afresh"))
     stopped = dataclasses.replace(report, shrunk=False, limit="120 runs")
     assert "  shrinking    stopped at its limit of 120 runs; a smaller case may exist" in text.failure(stopped)
+
+
+def test_the_summary_has_the_seconds_of_shrinking() -> None:
+    report = LawReport("oracle", SPEC, Verdict.BROKEN, kernel_s=2.0, shrink_s=55.3)
+    assert seconds([report]) == "kernels 2 s, oracle and bounds 0 s, shrinking 55 s"
+    assert "shrinking" not in seconds([dataclasses.replace(report, shrink_s=0.0)])
 
 
 @pytest.mark.parametrize(("name", "repeats"), [("FailsOnce", "no"), ("FailsFirst", "only afresh")])
