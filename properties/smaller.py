@@ -1,11 +1,13 @@
 """How cases shrink: for each kind, the steps of its shape, the simplest values of its options, and which words are widths."""
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from properties.cases.call_case import CallCase, sizes_of
+from properties.cases.line import text_of
 from properties.cases.module_case import ModuleCase
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
@@ -19,11 +21,18 @@ Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and t
 
 @dataclasses.dataclass(frozen=True)
 class Smaller:
-    """How cases of one kind shrink. `simplest` has the values to try for each option, the simplest first."""
+    """How cases of one kind shrink.
+
+    `simplest` has the values to try for each option, the simplest first. `beside` has, for a word that acts only together with
+    others, those others: the word gets the value of a larger case only together with them. `telling` yields changes that make a
+    case no simpler, but may make it hold and so tell what the failure needs: values of options, and shapes that are larger.
+    """
 
     shapes: tuple[Callable[[Any], Changes], ...]
     simplest: Mapping[str, tuple[Any, ...]]
     widths: tuple[str, ...]
+    beside: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    telling: tuple[Callable[[Any], Changes], ...] = ()
 
 
 SIMPLEST: dict[str, tuple[Any, ...]] = {
@@ -42,11 +51,15 @@ SIMPLEST: dict[str, tuple[Any, ...]] = {
     "beta": ("ordinary",),
     "state": ("none", "zero"),
     "state_dtype": ("fp32",),
+    "final_dtype": ("fp32",),
+    "initial_states": ("each",),
+    "final_states": ("each",),
     "backward": (False,),
     "dtype": ("fp32", "bf16"),
 }
 SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
     **{name: values[:1] for name, values in CHOICES.items()},
+    "layout": ("zigzag", "zigzag_batch"),
     "deterministic": (False,),
     "sp": (False,),
     "padding": ("none", "least"),
@@ -81,9 +94,15 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "lower_bound": ("none",),
     "parameter_dtype": ("fp32",),
     "bias": (False,),
+    "weight": (False,),
+    "dt_bias": (False,),
     "state": ("none", "zero"),
+    "state_columns": ("W",),
+    "oldest": (True,),
+    "final_state": (True,),
     "eps": ("1e-6",),
     "allow_neg_eigval": (False,),
+    "beta": (False,),
     "backward": (False,),
     "dtype": ("fp32", "bf16"),
     "conv_width": (1, 2, 3),
@@ -120,6 +139,8 @@ SIMPLEST_CALL: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
 }
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
+FEW, MANY = 8, 32  # of so many items each is looked at alone; of more parts only the first and the last one is left out
+BLOCKS = (16, 32, 64)  # sizes of the chunks of most kernels
 
 
 def _mesh(case: ParallelCase) -> Changes:
@@ -152,12 +173,23 @@ def _sequences(case: Case) -> Changes:
     lengths = case.lengths
     if len(lengths) > 1:
         yield _lengths((sum(lengths),))
-        for length in dict.fromkeys(lengths):
+        for length in dict.fromkeys((*lengths[:FEW], max(lengths), min(lengths))):
             yield _lengths((length,))
-        for gone in range(len(lengths)):
-            yield _lengths(lengths[:gone] + lengths[gone + 1 :])
-            if gone:
-                yield _lengths((*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :]))
+        for fewer in _fewer(lengths):
+            yield _lengths(fewer)
+        for gone in range(1, min(len(lengths), FEW)):
+            yield _lengths((*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :]))
+
+
+def _fewer(items: Sequence[Any]) -> Iterator[Any]:
+    """Yield the items without a half of them, without a quarter, ..., without one. Of many items, only the first and last ones."""
+    size = len(items) // 2
+    while size:
+        starts = range(0, len(items), size)
+        for start in starts if len(starts) <= MANY else (starts[0], starts[-1]):
+            if len(left := (*items[:start], *items[start + size :])) > 0:
+                yield left
+        size //= 2
 
 
 def _unpacked(case: Case) -> Changes:
@@ -169,6 +201,9 @@ def _unpacked(case: Case) -> Changes:
 def _shorter(case: Case) -> Changes:
     lengths = case.lengths
     if case.packed:
+        if len({*lengths} - {0}) > 1 or len(lengths) > 2:  # all of them at once
+            for most in below(max(lengths), 1):
+                yield _lengths(tuple(min(length, most) for length in lengths))
         for row, length in enumerate(lengths):
             for shorter in (*below(length, 0), *_blocks(length)):
                 yield _lengths((*lengths[:row], shorter, *lengths[row + 1 :]))
@@ -207,15 +242,32 @@ def _spare(case: PoolCase) -> Changes:
         yield f"spare={spare}", {"spare": spare}
 
 
+def _requests(case: TraceCase) -> Changes:
+    """Yield traces of one request alone, and traces without one request."""
+    events = case.trace.split("/")
+    letters = dict.fromkeys(letter for event in events for letter in _names_in(event))
+    if len(letters) > 1:
+        for gone in (*({*letters} - {letter} for letter in letters), *({letter} for letter in letters)):
+            if left := [fewer for event in events if (fewer := _without(event, gone))]:
+                yield _trace(left)
+
+
+def _without(event: str, gone: Collection[str]) -> str:
+    """Return an event without the rows that name one of these requests, or "" if no other request is left in it."""
+    kind, _, text = event.partition(":")
+    rows = [row for row in text.split(",") if not {*_names_in(f":{row}")} & {*gone}]
+    return f"{kind}:{','.join(rows)}" if any(_names_in(f":{row}") for row in rows) else ""
+
+
+def _names_in(event: str) -> list[str]:
+    """Return the letters of the requests that an event names."""
+    return [letter for letter in event.partition(":")[2] if letter.islower()]
+
+
 def _events(case: TraceCase) -> Changes:
     """Yield traces without some events: the first half, the last half, a quarter, ..., single events."""
-    events = case.trace.split("/")
-    size = len(events) // 2
-    while size:
-        for start in range(0, len(events), size):
-            if len(left := [*events[:start], *events[start + size :]]) > 0:
-                yield _trace(left)
-        size //= 2
+    for left in _fewer(case.trace.split("/")):
+        yield _trace([*left])
 
 
 def _rows(case: TraceCase) -> Changes:
@@ -240,7 +292,8 @@ def _counts(case: TraceCase) -> Changes:
                 fewer = [row if row == PADDING else f"{row[0]}{min(int(row[1:]), drafts)}" for row in rows]
                 yield _trace([*events[:number], f"v{drafts}:{','.join(fewer)}", *events[number + 1 :]])
         for place, row in enumerate(rows if kind[0] in "pv" else ()):
-            for count in below(int(row[1:]), 1) if row[1:] else ():
+            tokens = int(row[1:] or 0)
+            for count in (*below(tokens, 1), *_blocks(tokens)) if tokens else ():
                 fewer = [*rows[:place], f"{row[0]}{count}", *rows[place + 1 :]]
                 yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
 
@@ -263,6 +316,13 @@ def _slots(case: TraceCase) -> Changes:
         yield f"slots={slots}", {"slots": slots}
 
 
+def _dt_bias(case: Case | PoolCase) -> Changes:
+    """Yield the case without dt_bias if the kernel computes its gate. Where it does not, dt_bias has its default."""
+    inside = case.in_kernel in ("gate", "both")
+    if case.dt_bias is inside:
+        yield f"dt_bias={text_of(not inside)}", {"dt_bias": not inside}
+
+
 def _fewer_options(case: Any) -> Changes:
     """Yield the case without options of the implementation, and without each of them."""
     values = values_of(case.options)
@@ -270,6 +330,41 @@ def _fewer_options(case: Any) -> Changes:
     for names in [set[str](), *without] if len(values) > 1 else without:
         fewer = text_of_values({name: value for name, value in values.items() if name in names})
         yield f"options={fewer}", {"options": fewer}
+
+
+def _longer(case: Any) -> Changes:
+    """Yield the case with its longest sequences up to the next multiple of a chunk: there, a defect of partial chunks is gone."""
+    longest = max(case.lengths)
+    for length in _whole(longest):
+        yield _lengths(tuple(length if one == longest else one for one in case.lengths))
+
+
+def _longer_rows(case: TraceCase) -> Changes:
+    """Yield the trace with one row of a prefill longer, up to the next multiple of a chunk."""
+    events = case.trace.split("/")
+    for number, event in enumerate(events):
+        kind, _, text = event.partition(":")
+        rows = text.split(",")
+        for place, row in enumerate(rows if kind == "p" else ()):
+            for count in _whole(int(row[1:])) if row[0] != PADDING and int(row[1:]) else ():
+                longer = [*rows[:place], f"{row[0]}{count}", *rows[place + 1 :]]
+                yield _trace([*events[:number], f"{kind}:{','.join(longer)}", *events[number + 1 :]])
+
+
+def _whole(length: int) -> list[int]:
+    """Return the next multiples of BLOCKS above a length, the smallest first."""
+    return sorted({(length // block + 1) * block for block in BLOCKS})
+
+
+def _one_of(**words: tuple[Any, ...]) -> Callable[[Any], Changes]:
+    """Return a function that yields the changes to these values, one at a time."""
+
+    def changes(case: Any) -> Changes:
+        for name, value in itertools.chain.from_iterable(itertools.product([name], values) for name, values in words.items()):
+            if getattr(case, name) != value:
+                yield f"{name}={text_of(value)}", {name: value}
+
+    return changes
 
 
 def _blocks(length: int) -> Iterator[int]:
@@ -291,14 +386,40 @@ def below(number: int, least: int) -> Iterator[int]:
         step //= 2
 
 
-SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST, ("key_dim", "value_dim"))
+SMALLER_RULES = Smaller(
+    (_sequences, _unpacked, _shorter, _heads, _dt_bias, _fewer_options),
+    SIMPLEST,
+    ("key_dim", "value_dim"),
+    telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
+)
 SMALLER_PATHS = Smaller(
-    (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
+    (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads),
+    SIMPLEST_PATH,
+    ("key_dim", "value_dim", "hidden"),
+    telling=(_longer,),
 )
-SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width", "out_width"))
+SMALLER_MODULES = Smaller(
+    (_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width", "out_width"), telling=(_longer,)
+)
 SMALLER_LAYERS = Smaller(
-    (_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden")
+    (_sequences, _unpacked, _shorter, _heads, _fewer_options),
+    SIMPLEST_LAYER,
+    ("key_dim", "value_dim", "hidden"),
+    telling=(_longer,),
 )
-SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads, _fewer_options), SIMPLEST_POOL, ("key_dim", "value_dim"))
-SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())
-SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))
+SMALLER_POOLS = Smaller(
+    (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _fewer_options),
+    SIMPLEST_POOL,
+    ("key_dim", "value_dim"),
+    # Of fewer requests than in the larger case, other ones are padding, begin anew, or keep fewer tokens.
+    beside=dict.fromkeys(("padded", "fresh", "accepted"), ("lengths",)),
+    telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
+)
+SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, (), telling=(_longer,))
+SMALLER_TRACES = Smaller(
+    (_requests, _events, _rows, _counts, _names, _slots, _heads),
+    SIMPLEST_TRACE,
+    ("key_dim", "value_dim"),
+    beside={"trace": ("slots", "snapshots")},  # with fewer slots, the requests of the larger trace are not admitted
+    telling=(_longer_rows,),
+)

@@ -40,5 +40,8 @@ class Answering:
             )
         return outcome.to_json()
 
+    def end(self) -> None:
+        """There is no process to end."""
+
     def close(self) -> None:
         self.closed = True

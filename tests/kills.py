@@ -18,13 +18,14 @@ from properties.strategies import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.drawing import batches
+from verify.engine.explaining import Explained
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import Shrunk, shrink
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
-from verify.process.outcome import Verdict
+from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 
 SMALL = dataclasses.replace(PROFILES["quick"], large=False)  # of rows that are not shrunk; large cases take long
@@ -68,14 +69,25 @@ def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
 
 @contextlib.contextmanager
 def unexplained(runs: int = 0) -> Iterator[None]:
-    """A context in which a check shrinks a broken case in at most so many runs, and asks nothing else about it."""
+    """A context in which a check shrinks a broken case in at most so many runs, and asks nothing else about it.
+
+    No worker is started to see whether the case repeats.
+    """
     with (
         mock.patch.object(explaining, "SHRINK_RUNS", runs),
+        mock.patch.object(explaining, "SPARE", 0.0),
         mock.patch.object(explaining, "between", return_value=[]),
+        mock.patch.object(law_check, "explain_repeating", _shrunk_alone),
         mock.patch.object(law_check, "would_hold", return_value=[]),
         mock.patch.object(law_check, "with_ordinary_numbers", return_value=None),
     ):
         yield
+
+
+def _shrunk_alone(run: Run, outcome: Outcome, *others: Any) -> Explained:
+    *asked, domain = others
+    small, best = explaining.explain(run.the_law, run, outcome, *asked, domain=domain)
+    return Explained(dataclasses.replace(run, example=small.example), best, small, "")
 
 
 def shrunk_until(
@@ -143,9 +155,8 @@ def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.P
     `spec` is an adapter, or the name of one in the zoo. Where the case is not shrunk, no case is large (tests/test_sizes.py is
     about those), and those that take long come last.
 
-    Shrinking begins at the first broken case that is drawn. From a small case, the two expected failures in
-    tests/test_likeness.py would pass. It ends when the case is small enough. What else gets simpler, whether larger cases hold,
-    and what an adapter might declare, is tested elsewhere.
+    Shrinking begins at the first broken case that is drawn. It ends when the case is small enough. What else gets simpler, whether
+    larger cases hold, and what an adapter might declare, is tested elsewhere.
     """
     store, adapter = Store(folder), spec if ":" in spec else f"zoo/{spec}"
     with (

@@ -602,7 +602,7 @@ def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeyp
     """Of a broken output the judge measures only what they do not explain, so an outcome without them may look explained."""
     defects, run, asked = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
 
-    def answered(run: Run, worker: object, store: Store, defects: object = None) -> Outcome:
+    def answered(run: Run, worker: object, store: Store, defects: object = None, **_: object) -> Outcome:
         asked.append(defects)
         return Outcome(Verdict.HOLDS)
 

@@ -618,7 +618,7 @@ def test_module_shrinks_word_by_word_to_what_decides() -> None:
         "lengths=130+0+65 op=causal_conv1d packed=yes width=64 conv_width=8 dtype=bf16 values=scaled bias=yes activation=silu "
         "state=random oldest=no offsets=int32 seed=12345"
     )
-    simplest = ModuleCase.parse("lengths=0 op=causal_conv1d width=1 conv_width=1 oldest=no backward=no").words()
+    simplest = ModuleCase.parse("lengths=0 op=causal_conv1d width=1 conv_width=1 backward=no").words()
     for fails, words in (
         (lambda case: True, {}),
         (lambda case: case.tokens > 64, {"lengths": "65"}),

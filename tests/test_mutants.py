@@ -21,7 +21,7 @@ KILLED_BY = {
     rules.DecayTokenByThread: (Kill("oracle", 123), Kill("cut", 69)),
     rules.TailWithoutGate: (Kill("oracle", 2),),
     rules.EpsInsideMean: (Kill("norm", 1),),
-    rules.EpsAsFloor: (Kill("norm", 3),),
+    rules.EpsAsFloor: (Kill("norm", 2),),
     rules.EpsTenTimes: (Kill("norm", 8), Kill("oracle", 6)),
     rules.ScaleMeansOne: (Kill("absent", 1),),
     rules.NeedsScaleOnlyWhenGiven: (Kill("absent", 1),),

@@ -461,7 +461,7 @@ KILLED_BY = {
     pools.StrideOfTwoBytes: Kill("oracle", 2, 2),
     pools.SlotInSevenBits: Kill("oracle", 1, 4),
     pools.WritesNeighbour: Kill("untouched", 1, 13),
-    pools.OneHeadOfOneRequest: Kill("oracle", 33, 3),
+    pools.OneHeadOfOneRequest: Kill("oracle", 16, 3),
     pools.OverEight: Kill("oracle", 1, 9),
     pools.NeverWritesOne: Kill("oracle", 1, 1),
     pools.SumsPadding: Kill("padding", 1, 2),

@@ -2,18 +2,24 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from properties.books import BOOKS, book_for
+from properties.cases.call_case import CallCase
+from properties.cases.path_case import ParallelCase
 from properties.cases.rule_case import IN_KERNEL, Case
+from properties.cases.trace_case import TraceCase
 from properties.domain import VIEWS, Domain
 from properties.laws import Law
 from properties.rule_laws import LAWS
+from properties.smaller import SMALLER_RULES, Smaller
 from properties.strategies import Example
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
-from verify.engine.shrink import Shrunk, shrink
+from verify.engine.shrink import Shrunk, shrink, similar
 from verify.execution.run import Run
 
 BIG = Case(
@@ -87,6 +93,88 @@ def test_exact_boundary_is_found_and_all_else_is_simple(fails: Fails, line: str 
     words = dict(word.split("=") for word in line.split())
     want = {**simplest.words(), **words}
     assert case.words() == want
+
+
+# One case of each kind in which every word has a value that can be made simpler.
+LARGE = (
+    f"{BIG} in_kernel=both dt_bias=yes options=order:vk",
+    "op=decode lengths=5+3 packed=yes heads=2 value_heads=4 spare=3 in_kernel=gate options=order:vk",
+    "op=causal_conv1d lengths=5+3 packed=yes heads=1 width=8 options=order:vk",
+    "op=gdn_gate lengths=5 heads=4",
+    "op=gdn_layer lengths=5+3 packed=yes heads=2 value_heads=4 options=order:vk",
+    "op=call lengths=5+3 packed=yes takes=x:B.T.D,cu_seqlens:offsets sizes=D:8",
+    "op=serving trace=p:a5,b3/d:a,b slots=3 heads=2 value_heads=4",
+)
+PARALLEL = "op=gdn_layer lengths=32+16 packed=yes tp=2 cp=2 sp=yes heads=4 value_heads=8"
+NEVER_SIMPLER = {"operation", "seed", "takes", "gives"}  # `seed` is tried in every kind, and the others say which call it is
+
+
+def untried(smaller: Smaller, cases: Sequence[Any]) -> set[str]:
+    """The words of cases that shrinking leaves as they are."""
+    shapes = {name for case in cases for shape in smaller.shapes for _, change in shape(case) for name in change}
+    words = {field.name for case in cases for field in dataclasses.fields(case)}
+    return words - shapes - {*smaller.simplest} - {*smaller.widths} - NEVER_SIMPLER
+
+
+def test_every_word_of_a_case_is_tried() -> None:
+    cases = [book_for("oracle", dict(word.split("=") for word in line.split()).get("op")).case.parse(line) for line in LARGE[:5]]
+    cases += [CallCase.parse(LARGE[5]), TraceCase.parse(LARGE[6]), ParallelCase.parse(PARALLEL)]
+    for book in BOOKS:
+        mine = [case for case in cases if type(case) is book.case]
+        assert mine, book.name
+        assert untried(book.smaller, mine) == set(), book.name
+        for name, values in book.smaller.simplest.items():
+            assert {*values} <= {*book.case.CHOICES.get(name, values)}, name
+    without = dataclasses.replace(SMALLER_RULES, shapes=SMALLER_RULES.shapes[:4])
+    assert untried(without, cases[:1]) == {"dt_bias", "options"}
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "law"),
+    [
+        ("lengths=3 in_kernel=both", "dt_bias", "oracle"),
+        ("op=gdn_gate lengths=3", "beta", "oracle"),
+        ("op=gdn_gate lengths=3", "dt_bias", "oracle"),
+        ("op=gated_rms_norm lengths=3", "weight", "oracle"),
+        ("op=decode lengths=1 in_kernel=gate", "dt_bias", "oracle"),
+    ],
+)
+def test_what_a_failure_needs_of_optional_tensors_is_a_neighbour(line: str, word: str, law: str) -> None:
+    run = Run.parse(f"law={law} adapter=tests/right.py:Chunkwise {line}")
+
+    def fails(example: Example) -> bool:
+        return getattr(example.case, word) and getattr(example.case, "in_kernel", "gate") != "none"
+
+    shrunk = shrink(run.example, run.the_law, fails, lambda runs: runs < SHRINK_RUNS)
+    assert (f"{word}=no", "holds") in shrunk.neighbours
+    shrunk = shrink(run.example, run.the_law, lambda e: True, lambda runs: runs < SHRINK_RUNS)
+    assert getattr(shrunk.example.case, word) is ("in_kernel" in line), "it says nothing without a gate in the kernel"
+
+
+def test_a_trace_shrinks_by_requests_and_by_blocks_of_tokens() -> None:
+    line = "trace=p:b5,a128/d:b,a/v3:b2,_/k:c<a@/w:b/f:b/d:a slots=6"
+    run = Run.parse(f"law=tags adapter=zoo/StatesRoundToHalf op=serving {line}")
+    asked = list[str]()
+
+    def fails(example: Example) -> bool:
+        asked.append(example.case.trace)
+        rows = [row for step in example.case.plan for row in step.rows if step.kind == "d"]
+        return any(row.start and row.start % 64 == 0 for row in rows)
+
+    shrunk = shrink(run.example, run.the_law, fails, lambda runs: runs < SHRINK_RUNS)
+    assert shrunk.example.case.trace == "p:a64/d:a"
+    assert "p:a128/d:a/d:a" in asked, "one request alone, without the fork"
+
+
+def test_cases_like_a_found_one_have_its_words_but_one() -> None:
+    found = Example(dataclasses.replace(BIG, values="small"))
+    others = [*similar(ORACLE, found, Domain(dtypes=("bf16",)))]
+    assert len(others) > 10
+    for other in others:
+        changed = [word for word, value in other.case.words().items() if value != found.case.words()[word]]
+        assert len(changed) == 1
+    assert [other.case.seed for other in others[:4]] == [12346, 12347, 12348, 12349]
+    assert {other.case.dtype for other in others} == {"bf16"}, "that of the domain alone"
 
 
 def test_batch_of_two_stays_a_batch() -> None:

@@ -183,9 +183,12 @@ def ask(
         store.end()
 
 
-def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Outcome:
-    """The outcome of a run in a new process, if its law is about what a process keeps. Groups of ranks go on as they are."""
-    if run.the_law.of_process and isinstance(worker, Worker):
+def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:
+    """The outcome of a run in a new process, if its law is about what a process keeps, or if `always`.
+
+    Groups of ranks go on as they are, unless `always`.
+    """
+    if always or (run.the_law.of_process and isinstance(worker, Worker)):
         worker.end()
     return ask(run, worker, store, defects=defects)
 

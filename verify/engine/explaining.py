@@ -1,25 +1,34 @@
 """The explanation of a broken run: its smallest case, and what the adapter could declare so that the run would hold."""
 
 import dataclasses
+import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from properties.books import book_of
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
-from verify.engine.shrink import DATA, Shrunk, between, other_numbers, restored, shrink, simpler_in
+from verify.engine.shrink import DATA, Shrunk, between, one_step, other_numbers, restored, shrink
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.process.worker import Worker
 
-SHRINK_RUNS, SHRINK_S = 120, 60.0
+SHRINK_RUNS, SHRINK_S = 120, 60.0  # the most runs of shrinking, and CPU seconds of the worker: a busy machine changes neither
+SPARE = 1 / 8  # of these, as much more for the neighbours of the smallest case, also if shrinking ended at its limit
+WALL = 5  # kernels that wait or are compiled take little CPU time: shrinking ends after so many times SHRINK_S in any case
+LOST_S, FRESH_S = 2.0, 1.0  # what the end of a worker counts in a run, and what a new process counts
+YES, AFRESH, NO = "yes", "only afresh", "no"  # whether a failure repeats
 # Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 PATHS = ("packed",)  # those of them that decide about the path
+SHAPES = {"lengths", "trace"}  # words by which a case gets shorter
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -83,6 +92,97 @@ def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
     return []
 
 
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """The smallest run that fails as a broken run does, its outcome, how it was found, and whether it `repeats`.
+
+    `repeats` is YES if the smallest run fails in a fresh process; AFRESH if it fails there and not in the process that has just run
+    it; NO if it does not fail there; "" if the check was stopped before.
+    """
+
+    run: Run
+    outcome: Outcome
+    small: Shrunk
+    repeats: str
+
+
+def explain_repeating(
+    run: Run,
+    outcome: Outcome,
+    worker: Asked,
+    store: Store,
+    defects: KnownDefects,
+    stopped: threading.Event,
+    domain: Any = None,
+) -> Explained:
+    """Shrink a broken run (`explain`), and run the smallest case in a fresh process, as a person will who repeats its line.
+
+    A run that does not fail again where it was found is not shrunk there. If it fails in a fresh process, each smaller case is run
+    in one. Otherwise nothing is shrunk, because each answer would be chance. If the smallest case does not fail in a fresh process
+    and the found one does, the found one stands. A law about what a process keeps, and a crash or a hang, have been confirmed in a
+    fresh process already.
+    """
+
+    def fails(run: Run, *, fresh: bool) -> bool:
+        if fresh:
+            worker.end()
+        return ask(run, worker, store, defects=defects).verdict is Verdict.BROKEN
+
+    confirmed = outcome.lost or outcome.kind is FailureKind.SANITIZER or (run.the_law.of_process and isinstance(worker, Worker))
+    whole = Explained(run, outcome, Shrunk(run.example, (), 0, finished=True), NO)
+    afresh = not confirmed and not stopped.is_set() and not fails(run, fresh=False)
+    if afresh and not fails(run, fresh=True):
+        return whole
+    small, best = explain(run.the_law, run, outcome, worker, store, defects, stopped, domain=domain, afresh=afresh)
+    smallest = Explained(dataclasses.replace(run, example=small.example), best, small, AFRESH if afresh else YES)
+    if confirmed or afresh:
+        return smallest
+    if stopped.is_set():
+        return dataclasses.replace(smallest, repeats="")
+    if fails(smallest.run, fresh=True):
+        return smallest
+    if smallest.run != run and fails(run, fresh=True):
+        return dataclasses.replace(whole, repeats=YES)
+    return dataclasses.replace(smallest, small=dataclasses.replace(small, neighbours=(), others=()), repeats=NO)
+
+
+class Budget:
+    """What shrinking may spend: `runs` runs and `cpu_s` CPU seconds of the worker, and in any case WALL times as many seconds.
+
+    A run that loses the worker counts as LOST_S seconds, or as the deadline if it hangs.
+    """
+
+    def __init__(self, runs: int, cpu_s: float, deadline_s: float, stopped: threading.Event) -> None:
+        self._runs, self._cpu_s, self._deadline_s, self._stopped = runs, cpu_s, deadline_s, stopped
+        self._spent_runs, self._spent_s, self._hung, self._start = 0, 0.0, False, time.monotonic()
+
+    def spend(self, outcome: Outcome, *, fresh: bool = False) -> None:
+        """Count a run, perhaps in a fresh process."""
+        hung = outcome.kind is FailureKind.HUNG
+        lost_s = self._deadline_s if hung else LOST_S if outcome.lost else 0.0
+        self._hung = self._hung or hung
+        self._spent_runs += 1
+        self._spent_s += outcome.cpu_s + lost_s + FRESH_S * fresh
+
+    def spare(self) -> None:
+        """Begin with what is kept for neighbours. What shrinking left is not spent on them."""
+        self._runs, self._cpu_s = self._spent_runs + int(SPARE * self._runs), self._spent_s + SPARE * self._cpu_s
+
+    def left(self, wait_s: float = 0.0) -> bool:
+        """Whether one more run may begin that takes at least `wait_s` seconds."""
+        return not self._stopped.is_set() and not self.over(wait_s)
+
+    def over(self, wait_s: float = 0.0) -> str:
+        """The limit that is reached, in words, or ""."""
+        if self._spent_runs >= self._runs:
+            return f"{self._runs} runs"
+        if self._spent_s + wait_s >= self._cpu_s:
+            return f"{self._cpu_s:g} s" if self._hung or wait_s else f"{self._cpu_s:g} s of CPU time"
+        if time.monotonic() - self._start >= WALL * self._cpu_s:
+            return f"{WALL * self._cpu_s:g} s of waiting"
+        return ""
+
+
 def explain(
     law: Law,
     run: Run,
@@ -93,27 +193,34 @@ def explain(
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
     domain: Any = None,
+    *,
+    afresh: bool = False,
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
     We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
     Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
-    in at most `limit_s` seconds. If the found case hangs, no run begins whose deadline is later than that: with the default
-    deadline of 120 s, a hang is not shrunk.
+    in at most `limit_s` CPU seconds of the worker. If the found case hangs, no run begins whose deadline is later than that: with
+    the default deadline of 120 s, a hang is not shrunk. With `afresh`, each run has a new process.
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
-    way then, or with an error of another size over its tolerance; but lengths and numbers of another kind change that by
+    way then, or with a much smaller error over its tolerance; but lengths, widths and numbers of another kind change that by
     themselves. We fix this word at its found value and shrink the found case again. If the smallest case holds with a larger size
     (`between`) that is below the found one, then small sizes show another defect than large ones. We shrink the found case again,
     and this size stays larger. If this makes nothing simpler, we keep the smallest case of before.
 
+    A case with few tokens may fail in fewer outputs than the found one, by chance. So the smallest case is at last made shorter
+    as long as its first output that failed there fails.
+
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
-    that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.
+    that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone, as are values that
+    are no simpler but tell what the failure needs, in a few runs that are kept for this.
     """
     waits_s = worker.deadline_s if outcome.kind is FailureKind.HUNG else 0.0
-    end = time.monotonic() + limit_s - waits_s
+    budget = Budget(SHRINK_RUNS, limit_s, worker.deadline_s, stopped)
+    fresh = afresh or run.the_law.of_process
     outcomes = {run.example: outcome}
     current = run.example  # the smallest one so far
 
@@ -122,16 +229,17 @@ def explain(
 
     found_defects = resembled(run, outcome)
 
-    def verdict_of(example: Example) -> bool | None:
-        """Whether an example fails as the broken run does; None if it neither does nor holds."""
+    def verdict_of(example: Example, *, every: bool = True) -> bool | None:
+        """Whether an example fails as the broken run does (`alike`); None if it neither does nor holds."""
         candidate = dataclasses.replace(run, example=example)
         if defects.explain_any(candidate):
             return None
         if example not in outcomes:
-            outcomes[example] = ask_afresh(candidate, worker, store, defects)
+            outcomes[example] = ask_afresh(candidate, worker, store, defects, always=afresh)
+            budget.spend(outcomes[example], fresh=fresh)
         if defects.explain(candidate, outcomes[example]):
             return None
-        if alike(outcome, run, outcomes[example], candidate):
+        if alike(outcome, run, outcomes[example], candidate, every=every):
             return True if resembled(candidate, outcomes[example]) <= found_defects else None
         return False if outcomes[example].verdict is Verdict.HOLDS else None
 
@@ -144,18 +252,16 @@ def explain(
         current = example
         return True
 
-    def more(_: int) -> bool:
-        return len(outcomes) <= SHRINK_RUNS and time.monotonic() < end and not stopped.is_set()
-
     def again(example: Example) -> bool | None:
-        return verdict_of(example) if example in outcomes or more(0) else None
+        return verdict_of(example) if example in outcomes or budget.left(waits_s) else None
 
     def shows_another(names: set[str], example: Example, small: Example) -> bool:
         """Whether the smallest case with some words as found says that the found defect is not what makes it fail."""
         verdict, there = again(example), outcomes.get(example)
-        if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & {"lengths", *DATA}:
+        by_chance = {*SHAPES, *DATA, *book_of(small.case).smaller.widths}  # they change the size of an error, whatever the defect
+        if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & by_chance:
             return verdict is False
-        return not steady(outcome, outcomes[small], there)
+        return not steady(outcome, there, outcomes[small], falls=True)
 
     fixed = {*FIXED} if outcome.kind is FailureKind.OFF else {*PATHS}
     least: dict[str, int] = {}
@@ -163,7 +269,7 @@ def explain(
     slid = True
     while slid:
         current = run.example
-        small = shrink(run.example, law, fails, more, fixed, domain, least)
+        small = shrink(run.example, law, fails, lambda _: budget.left(waits_s), fixed, domain, least)
         if before is not None and small.finished and small.example == run.example:
             small = before
             break
@@ -177,11 +283,31 @@ def explain(
         slid = bool(changed or apart)
         before = small if apart and not changed else None
         fixed, least = fixed | changed, least | dict(apart)
-    tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED}, domain)]
+    if small.finished:
+        others = {field.name for field in dataclasses.fields(small.example.case)} - SHAPES
+        some = functools.partial(verdict_of, every=False)
+        small = shrink(small.example, law, some, lambda _: budget.left(waits_s), others, domain, least)
+    limit = "" if small.finished else budget.over(waits_s)
+    budget.spare()
+    aspects = [*one_step(law, small.example, domain)]
+    for _, example in itertools.chain.from_iterable(_in_turns(aspects)):
+        again(example)
+    verdicts = {what: again(example) for aspect in aspects for what, example in aspect if example in outcomes}
     small = dataclasses.replace(
         small,
-        neighbours=(*small.neighbours, *((what, "holds") for what, verdict in tried if verdict is False)),
+        neighbours=tuple((what, "holds") for what, verdict in verdicts.items() if verdict is False),
         runs=len(outcomes) - 1,
-        others=tuple(what for what, verdict in tried if verdict),
+        limit=limit,
+        others=tuple(what for what, verdict in verdicts.items() if verdict and _words_in(what) <= fixed & {*FIXED}),
     )
     return small, outcomes[small.example]
+
+
+def _in_turns(aspects: Sequence[Sequence[tuple[str, Example]]]) -> Iterator[list[tuple[str, Example]]]:
+    """The first candidates of each aspect, then the second ones, and so on."""
+    for candidates in itertools.zip_longest(*aspects):
+        yield [candidate for candidate in candidates if candidate is not None]
+
+
+def _words_in(what: str) -> set[str]:
+    return {word.partition("=")[0] for word in what.split()}

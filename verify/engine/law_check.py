@@ -17,9 +17,9 @@ from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, mos
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches
-from verify.engine.explaining import SHRINK_S, explain, would_hold
+from verify.engine.explaining import SHRINK_S, YES, explain_repeating, would_hold
 from verify.engine.profiles import PROFILES, Profile
-from verify.engine.shrink import with_ordinary_numbers
+from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.law_report import LawReport
@@ -32,7 +32,7 @@ from verify.process.worker import Worker
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 CHANCES = 3  # fresh processes in which a failure that depends on timing may happen again
-WORST = 10  # a declaration must suit so many other cases of the law, or it is not suggested
+WORST = 10  # a declaration must suit so many cases like the found one, and so many others, or it is not suggested
 ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
 
@@ -355,26 +355,18 @@ class LawCheck:
         run, outcome = self._broken
         report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
         domain = common.described.domain
-        small, best = explain(
-            run.the_law,
-            run,
-            outcome,
-            worker,
-            common.store,
-            common.defects,
-            common.stopped,
-            domain=domain,
-        )
-        smallest = dataclasses.replace(run, example=small.example)
-        report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
-        if best.kind is FailureKind.OFF and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
+        explained = explain_repeating(run, outcome, worker, common.store, common.defects, common.stopped, domain)
+        smallest, best, small, report.repeats = explained.run, explained.outcome, explained.small, explained.repeats
+        report.run, report.findings, report.shrunk, report.limit = str(smallest), best.findings, small.finished, small.limit
+        again = best.kind is FailureKind.OFF and report.repeats == YES
+        if again and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
             ordinary = best if example == small.example else self._ask(dataclasses.replace(run, example=example))
             report.ordinary = sorted({port_of(finding.output) for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
         self._keep(smallest, best, "shrunk")
-        if best.kind is FailureKind.OFF and isinstance(worker, Worker):
+        if again and isinstance(worker, Worker):
             end = time.monotonic() + SHRINK_S
 
             def more() -> bool:
@@ -382,20 +374,22 @@ class LawCheck:
 
             others = functools.partial(self._others, run)
             report.otherwise = would_hold(common.described, (smallest, run), worker, common.store, more, others)
-        report.wall_s += time.monotonic() - start
+        report.shrink_s = time.monotonic() - start
+        report.wall_s += report.shrink_s
         return report
 
     def _others(self, run: Run) -> list[Run]:
-        """Other runs of the law: those with the largest errors over their tolerances, and if they are few, those that come next."""
+        """Other runs of the law: some like the found one, those with the largest errors in tolerances, perhaps the next ones."""
         common, law = self._common, run.the_law
+        near = [common.run_of(law.name, example) for example in similar(law, run.example, common.described.domain)]
         runs = sorted(self._ratios, key=lambda other: -self._ratios[other])
         if len(runs) <= WORST:
             for batch in self._batches(law, common.settings.drawn(law), 1):
                 runs += [common.run_of(law.name, example) for example in batch]
                 if len({*runs}) > self._done + WORST:
                     break
-        others = [other for other in dict.fromkeys(runs) if other != run and not common.defects.covering(other)]
-        return others[:WORST]
+        others = [other for other in dict.fromkeys(runs) if other != run]
+        return [other for other in (*near[:WORST], *others[:WORST]) if not common.defects.covering(other)]
 
     def _keep(self, run: Run, outcome: Outcome, stage: str) -> None:
         common = self._common

@@ -6,18 +6,19 @@ from verify.execution.run import Run
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
 
 SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance,
-LARGE = 1000.0  # of which no more than this counts: with such a ratio nothing looks like rounding, and smaller cases err by less
+ENOUGH = 8.0  # or at least this ratio: nothing like it comes from rounding, and smaller cases err by less
+LARGE = 1000.0  # of a ratio that one step must not change no more than this counts
 # Failures whose place in the code stays the same while a case shrinks. For the others, the place is a place in the results.
 PLACED = (FailureKind.RAISED, FailureKind.RACE)
 
 
-def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
+def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run, *, every: bool = True) -> bool:
     """Whether the outcome of a case that was made simpler is the failure of the found case.
 
     - The first output that failed in the found case fails in the same way: kind of failure, exception and place in the code.
-    - No other output fails than in the found case, and none fails in another way than there. All outputs that failed there fail,
-      as far as the smaller case has them: without a backward it has no gradients.
-    - The error of that first output over its tolerance is at least SHARE of what it is in the found case, or of LARGE.
+    - No other output fails than in the found case, and none fails in another way than there. If `every`, all outputs that failed
+      there fail, as far as the smaller case has them: without a backward it has no gradients.
+    - The error of that first output over its tolerance is at least ENOUGH, or SHARE of what it is in the found case.
     - If both cases have the same mesh, the first output fails on some rank on which it failed in the found case.
     """
     if outcome.verdict is not Verdict.BROKEN or not found.findings:
@@ -29,19 +30,23 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
     largest = max(finding.ratio for finding in found.findings if _place(finding) == _place(first))
     return (
         bool(same)
-        and max(finding.ratio for finding in same) >= SHARE * min(largest, LARGE)
+        and max(finding.ratio for finding in same) >= min(SHARE * largest, ENOUGH)
         and all(way(finding) in ways.get(port_of(finding.output), ()) for finding in outcome.findings)
-        and not {*ways} & ({*outcome.ratios} - {port_of(finding.output) for finding in outcome.findings})
+        and not (every and {*ways} & ({*outcome.ratios} - {port_of(finding.output) for finding in outcome.findings}))
     )
 
 
-def steady(found: Outcome, before: Outcome, after: Outcome) -> bool:
-    """Whether one step left the error of the first output that failed about as large as before, over its tolerance."""
+def steady(found: Outcome, before: Outcome, after: Outcome, *, falls: bool = False) -> bool:
+    """Whether one step left the error of the first output that failed about as large as before, over its tolerance.
+
+    With `falls` it may have become smaller: with fewer rows, the worst one is less bad.
+    """
     first = _place(found.findings[0])
     ratios = [
-        max((finding.ratio for finding in outcome.findings if _place(finding) == first), default=0.0) for outcome in (before, after)
+        min(max((finding.ratio for finding in outcome.findings if _place(finding) == first), default=0.0), LARGE)
+        for outcome in (before, after)
     ]
-    return SHARE * ratios[0] <= ratios[1] <= ratios[0] / SHARE  # also if both are infinite
+    return (falls or SHARE * ratios[0] <= ratios[1]) and ratios[1] <= ratios[0] / SHARE
 
 
 def way(finding: Finding) -> str:

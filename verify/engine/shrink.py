@@ -10,6 +10,7 @@ Hypothesis draws the cases, but its shrinker is not used, for three reasons:
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ from properties.strategies import Example
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
 ORDINARY = {"values": "ordinary", "beta": "ordinary", "scale": "default"}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-SHORT = 8  # no kernel has blocks of fewer tokens
+SHORT, CHUNK = 8, 64  # no kernel has chunks of fewer tokens, and few have longer ones
+SEEDS = 4  # of so many other seeds a similar case has the numbers
 NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -31,8 +33,8 @@ NONE: Mapping[str, int] = MappingProxyType({})
 class Shrunk:
     """The smallest failing example found, and its neighbours: examples that are one step simpler and hold.
 
-    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search. `others` are changes of
-    words that were fixed, with which the example fails too.
+    `runs` is the number of candidates that were run. `finished` is false if a limit ended the search, which `limit` says in words.
+    `others` are changes of words that were fixed, with which the example fails too.
     """
 
     example: Example
@@ -40,6 +42,7 @@ class Shrunk:
     runs: int
     finished: bool
     others: tuple[str, ...] = ()
+    limit: str = ""
 
 
 def shrink(
@@ -93,13 +96,15 @@ def shrink(
 def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str], Example]]:
     """The small example with one word at the value that it has in the found one, for every word in which the two differ.
 
-    Some words are only legal together, such as several lengths with packed=yes. They are restored together. The seed is left as it
-    is, because with other numbers a failure may vanish by chance.
+    Some words are only legal together, such as several lengths with packed=yes, and some act only together (`Smaller.beside`), such
+    as a trace and the slots for its requests. They are restored together. The seed is left as it is, because with other numbers a
+    failure may vanish by chance.
     """
-    case, old = small.case, found.case
+    case, old, beside = small.case, found.case, book_of(found.case).smaller.beside
     differ = [field.name for field in dataclasses.fields(old) if getattr(case, field.name) != getattr(old, field.name)]
     for name in differ:
-        for names in ({name}, *({name, other} for other in differ if other != name)) if name != "seed" else ():
+        needed = {name, *beside.get(name, ())}
+        for names in (needed, *({*needed, other} for other in differ if other not in needed)) if name != "seed" else ():
             example = _changed(law, small, {word: getattr(old, word) for word in names})
             if example is not None:
                 yield names, example
@@ -116,13 +121,17 @@ def sizes(case: Any) -> dict[str, int]:
 def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, tuple[Example, ...]]]:
     """Examples like the small one, with one of its `sizes` larger, but smaller than in the found one.
 
-    Each item is the name, the largest size, and the examples. They have two neighbouring lengths, one number of sequences or one
-    width of a convolution. If both lengths hold, small sizes show another defect than large ones. One length says less, because
-    the last block of a sequence may be complete or not. Examples outside the domain are omitted.
+    Each item is the name, the largest size, and the examples. If all of them hold, small sizes show another defect than large ones.
+    One size alone says less, since a defect may depend on the remainder: whether the last chunk of a sequence is full, or the last
+    group of sequences. So lengths of an item include the remainders of the found lengths, and two neighbours; numbers of sequences
+    and widths of a convolution are two neighbours. Examples outside the domain are omitted. An empty sequence stays empty if the
+    found case has one too: as a longer sequence it would not be what fails.
     """
     case, most, step = small.case, sizes(found.case), getattr(domain, "length_step", 1)
     for name, size in sizes(case).items():
-        for values in _pairs(size, most[name], step) if name == "lengths" else [(value,) for value in _above(size, most[name])]:
+        if name == "lengths" and size == 0 in found.case.lengths:
+            continue
+        for values in _alike_lengths(size, found.case.lengths, step) if name == "lengths" else _neighbours(size, most[name]):
             examples = []
             for value in values:
                 change: dict[str, Any] = {name: value}
@@ -137,20 +146,39 @@ def between(law: Law, small: Example, found: Example, domain: Any = None) -> Ite
 
 
 def _above(size: int, most: int) -> list[int]:
-    """At most four numbers above `size` and below `most`."""
-    powers = [power for power in (*WIDTHS, 128, 256, 512) if size < power < most]
-    some = [powers[0], powers[len(powers) // 2], powers[-1]] if powers else []
-    return [number for number in dict.fromkeys((*some, most - 1)) if size < number < most]
+    """At most three powers of two above `size` and below `most`."""
+    powers = [power for power in (*WIDTHS, 128, 256, 512, 1024, 2048) if size < power < most]
+    return [*dict.fromkeys((powers[0], powers[len(powers) // 2], powers[-1]))] if powers else []
 
 
-def _pairs(size: int, most: int, step: int) -> list[tuple[int, int]]:
-    """At most four pairs of neighbouring multiples of `step`, above `size` and below `most`.
+def _neighbours(size: int, most: int) -> list[tuple[int, ...]]:
+    """At most four pairs of neighbouring numbers above `size` and below `most`, or the only number between them."""
+    if most - size == 2:
+        return [(size + 1,)]
+    numbers = dict.fromkeys((*_above(size, most), most - 2))
+    return [(number, number + 1) for number in numbers if size < number < most - 1]
 
-    The pairs of large numbers begin one `step` above a power of two, because a length that is a multiple of a block often holds.
+
+def _alike_lengths(size: int, found: tuple[int, ...], step: int) -> list[tuple[int, ...]]:
+    """At most four tuples of lengths above `size` and below the longest found one, multiples of `step`, in increasing order.
+
+    From SHORT on, a tuple has a length with the remainder, modulo a chunk, of each found length (of at most three), and the
+    neighbour of the largest. Chunks are at most CHUNK long.
     """
-    starts = [-(-power // step) * step + step * (power >= SHORT) for power in _above(size, most)[:-1]]
-    numbers = dict.fromkeys((*starts, most - 2 * step))
-    return [(number, number + step) for number in numbers if size < number and number + step < most]
+    most = max(found)
+    chunk = next((power for power in reversed(WIDTHS) if SHORT <= power <= CHUNK and 2 * power <= most), 1)
+    remainders = [*dict.fromkeys(length % chunk for length in (most, min(found), *found) if length)][:3]
+    tuples: dict[tuple[int, ...], None] = {}
+    for power in (*_above(size, most), most - 1 - chunk):
+        if power < SHORT or chunk == 1:
+            values = {power, power + step}
+        else:
+            values = {power + (remainder - power) % chunk for remainder in remainders}
+            values.add(max(values) + step)
+        lengths = tuple(sorted({-(-value // step) * step for value in values}))
+        if size < lengths[0] and lengths[-1] < most and len(lengths) > 1:
+            tuples[lengths] = None
+    return [*tuples]
 
 
 def with_ordinary_numbers(law: Law, example: Example, domain: Any = None) -> Example | None:
@@ -161,12 +189,23 @@ def with_ordinary_numbers(law: Law, example: Example, domain: Any = None) -> Exa
     return ordinary if ordinary is not None and _inside(law, ordinary, domain) else None
 
 
-def simpler_in(law: Law, example: Example, names: Collection[str], domain: Any = None) -> Iterator[tuple[str, Example]]:
-    """The candidates that differ from the example in these words alone."""
+def similar(law: Law, example: Example, domain: Any = None) -> Iterator[Example]:
+    """Examples inside the domain with the words of a case but for one: other seeds, then other words that decide its numbers."""
+    case = example.case
+    seeds: list[tuple[str, Any]] = [("seed", (case.seed + number) % 2**32) for number in range(1, SEEDS + 1)]
+    words = [[(name, value) for value in case.CHOICES.get(name, ())] for name in (*DATA, "state", "dtype")]
+    for name, value in (*seeds, *(pair for turn in itertools.zip_longest(*words) for pair in turn if pair is not None)):
+        changed = _changed(law, example, {name: value}, domain) if getattr(case, name, value) != value else None
+        if changed is not None and _inside(law, changed, domain):
+            yield changed
+
+
+def one_step(law: Law, example: Example, domain: Any = None) -> Iterator[list[tuple[str, Example]]]:
+    """The candidates that differ from the example in one step, for each aspect: simpler ones, then those of `Smaller.telling`."""
     for aspect, _ in _aspects(law, example, domain):
-        for what, candidate in aspect(example):
-            if {word.partition("=")[0] for word in what.split()} <= {*names}:
-                yield what, candidate
+        yield [*aspect(example)]
+    for telling in book_of(example.case).smaller.telling:
+        yield [*_of_case(telling, law, domain)(example)]
 
 
 def _changed(law: Law, example: Example, change: Mapping[str, Any], domain: Any = None) -> Example | None:
@@ -209,21 +248,7 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
     tokens at which a law cuts, are rounded up to multiples of the domain's `length_step`. The words of DATA come last, because with
     other numbers other errors exceed their tolerances.
     """
-    step = getattr(domain, "length_step", 1)
-
-    def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
-        def steps(example: Example) -> Steps:
-            for what, change in changes(example.case):
-                if step > 1 and "lengths" in change:
-                    lengths = tuple(-(-length // step) * step for length in change["lengths"])
-                    what, change = f"lengths={text_of(lengths)}", {**change, "lengths": lengths}
-                    if lengths == example.case.lengths:
-                        continue
-                candidate = _changed(law, example, change, domain)
-                if candidate is not None and _inside(law, candidate, domain):
-                    yield what, candidate
-
-        return steps
+    of_case = functools.partial(_of_case, law=law, domain=domain)
 
     def place(example: Example) -> Steps:
         if law.place is not None and example.at is not None:
@@ -250,6 +275,24 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
     words: list[Callable[[Any], Changes]] = [*options, *widths, *data, _seed]
     aspects = [*((of_case(shape), True) for shape in smaller.shapes), *((of_case(word), False) for word in words)]
     return [*aspects, (place, True), (variant, True)]
+
+
+def _of_case(changes: Callable[[Any], Changes], law: Law, domain: Any) -> Callable[[Example], Steps]:
+    """A function that yields the legal candidates inside the domain that come from changes of an example's case."""
+    step = getattr(domain, "length_step", 1)
+
+    def steps(example: Example) -> Steps:
+        for what, change in changes(example.case):
+            if step > 1 and "lengths" in change:
+                lengths = tuple(-(-length // step) * step for length in change["lengths"])
+                what, change = f"lengths={text_of(lengths)}", {**change, "lengths": lengths}
+                if lengths == example.case.lengths:
+                    continue
+            candidate = _changed(law, example, change, domain)
+            if candidate is not None and _inside(law, candidate, domain):
+                yield what, candidate
+
+    return steps
 
 
 def _option(name: str, simplest: Mapping[str, tuple[Any, ...]], case: Any) -> Changes:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import threading
 import traceback
 import warnings
@@ -133,10 +134,17 @@ def _run_many(asked: RunMany) -> Answer:
 
 
 def _run_one(asked: RunOne) -> Answer:
+    start = _cpu_s()
     with autotune.leaving_out(asked.left_out):
-        outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared).to_json()
+        outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared)
+    outcome.cpu_s = _cpu_s() - start
     devices.tidy()
-    return outcome
+    return outcome.to_json()
+
+
+def _cpu_s() -> float:
+    """The CPU seconds of this process and of the processes that it started and that have ended, such as compilers."""
+    return sum(os.times()[:4])
 
 
 _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {

@@ -75,7 +75,8 @@ class Symptoms:
                 if not self.by_chance and name in other.words and int(other.words[name]) <= int(value):
                     return True
             elif name == "lengths":
-                if not self.by_chance and other.longest <= max(map(int, value.split("+"))) and self.longest >= SHORT:
+                most = max(map(int, value.split("+")))  # a larger one holds because of its remainder
+                if not self.by_chance and other.longest <= most < self.longest and self.longest >= SHORT:
                     return True
             elif name in HEADS:
                 if not self.by_chance and " ".join(other.words.get(word, "") for word in name.split()) == value:

@@ -43,6 +43,8 @@ class LawReport:
     planned: int = 0
     cut_short: bool = False
     shrunk: bool = True
+    limit: str = ""  # the limit at which shrinking ended, in words
+    repeats: str = ""  # whether `run` fails in a fresh process: "yes", "only afresh", "no", or "" if that was not tried
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     regimes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -60,6 +62,7 @@ class LawReport:
     start_s: float = 0.0
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # entries of the deny-list, and how many cases each is about
     wall_s: float = 0.0
+    shrink_s: float = 0.0  # of `wall_s`, the seconds of shrinking and explaining the broken run
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
 
     def to_json(self) -> dict[str, Any]:
@@ -97,13 +100,14 @@ class LawReport:
 def seconds(reports: Iterable[LawReport]) -> str:
     """Where the seconds of several laws went. What took less than a second goes unmentioned, kernels and the oracle excepted."""
     reports = list(reports)
-    kernel, oracle, wait, start = (
-        sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s")
+    kernel, oracle, wait, start, shrink = (
+        sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s", "shrink_s")
     )
     started = sum(report.started for report in reports)
     parts = [f"kernels {kernel:.0f} s", f"oracle and bounds {oracle:.0f} s"]
     parts += [f"waiting for compilers {wait:.0f} s"] if wait >= 1 else []
     parts += [f"started {started} worker{'s' if started > 1 else ''}, {start:.0f} s"] if start >= 1 else []
+    parts += [f"shrinking {shrink:.0f} s"] if shrink >= 1 else []
     return ", ".join(parts)
 
 

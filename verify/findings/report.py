@@ -11,6 +11,10 @@ from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict, port_of
 
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
+NOT_ALWAYS = {
+    "no": "does not repeat in a fresh process: it may depend on time, memory or the number of calls",
+    "only afresh": "only in a fresh process: the case held when it was run again in the process that found it",
+}
 WORDS = {
     Verdict.HOLDS: "HOLDS",
     Verdict.BROKEN: "BROKEN",
@@ -117,8 +121,11 @@ def failure(report: LawReport) -> str:
     if report.fails_too:
         lines.append(f"  fails too    {'; '.join(report.fails_too)}")
     lines += [f"  resembles    a known defect of {title}" for title in report.resembles]
+    if report.repeats in NOT_ALWAYS:
+        lines.append(f"  repeats      {NOT_ALWAYS[report.repeats]}")
     if not report.shrunk:
-        lines.append("  shrinking    stopped at its limit; a smaller case may exist")
+        limit = f" of {report.limit}" if report.limit else ""
+        lines.append(f"  shrinking    stopped at its limit{limit}; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")
     cases = sum(report.counts.values())
     found = "in an earlier check, and run first in this one" if report.remembered else f"in case {report.found_case or cases}"

@@ -156,6 +156,7 @@ class Outcome:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_s: float = 0.0
     oracle_s: float = 0.0
+    cpu_s: float = 0.0  # CPU seconds of the worker, which are about the same on an idle and on a busy machine
     spent: bool = False  # the process that ran the case can run nothing more on its device
     tuned: Used = dataclasses.field(default_factory=dict)
     fault: str = ""  # if gdn-verify itself failed: the exception, file, line and function

@@ -133,10 +133,10 @@ class Group:
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
                 if waited or merged.get("spent") or parted(list(busy(answers).values())):
-                    self._end()
+                    self.end()
                 return merged
             except BaseException:
-                self._end()
+                self.end()
                 raise
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Group:
                 seat.stop()
             self._asking.acquire()
         try:
-            self._end()
+            self.end()
         finally:
             self._asking.release()
 
@@ -155,7 +155,7 @@ class Group:
         self.close()
 
     def _start(self) -> None:
-        self._end()
+        self.end()
         start = time.monotonic()
         self._generation += 1
         meeting, prefix = self._meeting, f"{self._meeting.prefix}/generation/{self._generation}"
@@ -176,7 +176,8 @@ class Group:
                 raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
         self.started, self.start_s = self.started + self.size, self.start_s + time.monotonic() - start
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End every rank. The next question starts new ones."""
         dismiss([seat for seat in self._seats if isinstance(seat, Worker)])
         for seat in self._seats:
             seat.kill()  # all at once, since a process with a GPU takes long to end

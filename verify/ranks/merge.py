@@ -96,6 +96,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         {name: max(outcome.ratios.get(name, 0.0) for outcome in outcomes.values()) for name in sorted(names)},
         max(outcome.kernel_s for outcome in outcomes.values()),
         max(outcome.oracle_s for outcome in outcomes.values()),
+        max(outcome.cpu_s for outcome in outcomes.values()),
         spent=any(outcome.spent for outcome in outcomes.values()),
         tuned=next((outcome.tuned for outcome in outcomes.values() if outcome.tuned), {}),
         fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),

@@ -1,0 +1,123 @@
+"""Whether the smallest case fails again in a fresh process, as a person will run it, and what a report says if it does not."""
+
+import dataclasses
+import json
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.test_likeness import Telling, failed, off
+from verify.engine import explaining
+from verify.engine.check import Check
+from verify.engine.explaining import Explained, explain_repeating
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.execution.run import Run
+from verify.findings import report as text
+from verify.findings.known import NO_DEFECTS
+from verify.findings.law_report import LawReport, seconds
+from verify.findings.store import Store
+from verify.process.outcome import FailureKind, Outcome, Verdict
+
+SPEC = "tests/right.py:Chunkwise"
+FOUND = f"law=oracle adapter={SPEC} lengths=130 key_dim=64 value_dim=32 gate=64 state=random backward=no seed=7"
+SAYS = "  repeats      does not repeat in a fresh process: it may depend on time, memory or the number of calls"
+WRONG, RIGHT = off(o=40.0), off(o=0.5)
+
+
+class Processes(Telling):
+    """A worker whose answers depend on the process: `tell` gets the run, the lines before it in its process, and the process."""
+
+    def __init__(self, tell: Callable[[Run, list[str], int], Outcome]) -> None:
+        super().__init__(lambda run: tell(run, self.before, self.process))
+        self.before, self.process = list[str](), 1
+
+    def ask(self, question: Any, deadline_s: float | None = None) -> dict[str, Any]:
+        answer = super().ask(question)
+        self.before.append(getattr(question, "line", ""))
+        return answer
+
+    def end(self) -> None:
+        self.before, self.process = [], self.process + 1
+
+
+def explained(worker: Any, folder: pathlib.Path, found: str = FOUND, outcome: Outcome = WRONG) -> Explained:
+    """What is said of a found run in the first process of a worker."""
+    return explain_repeating(Run.parse(found), outcome, worker, Store(folder), NO_DEFECTS, threading.Event())
+
+
+def test_a_failure_that_repeats_costs_one_new_process(tmp_path: pathlib.Path) -> None:
+    worker = Processes(lambda run, before, process: WRONG if run.example.case.tokens > 7 else RIGHT)
+    told = explained(worker, tmp_path)
+    assert (told.repeats, told.run.example.case.lengths, worker.process) == ("yes", (8,), 2)
+    assert ("lengths=7", "holds") in told.small.neighbours
+
+
+def test_a_failure_by_chance_is_not_shrunk(tmp_path: pathlib.Path) -> None:
+    worker = Processes(lambda run, before, process: RIGHT)
+    told = explained(worker, tmp_path)
+    assert (told.repeats, str(told.run), told.outcome, told.small.neighbours) == ("no", FOUND, WRONG, ())
+    assert (worker.process, len(worker.asked)) == (2, 2), "once where it was found, and once in a fresh process"
+
+
+def test_a_failure_that_a_fresh_process_alone_shows_is_shrunk_in_fresh_ones(tmp_path: pathlib.Path) -> None:
+    worker = Processes(lambda run, before, process: WRONG if process > 1 and not before and run.example.case.tokens > 7 else RIGHT)
+    told = explained(worker, tmp_path)
+    assert (told.repeats, told.run.example.case.lengths) == ("only afresh", (8,))
+    assert ("lengths=7", "holds") in told.small.neighbours
+
+
+def test_a_failure_that_earlier_calls_decide_has_no_neighbours(tmp_path: pathlib.Path) -> None:
+    worker = Processes(lambda run, before, process: WRONG if process == 1 and run.example.case.tokens > 7 else RIGHT)
+    told = explained(worker, tmp_path)
+    assert (told.repeats, told.run.example.case.lengths) == ("no", (8,)), "small, where earlier calls made it fail"
+    assert (told.small.neighbours, told.small.others) == ((), ())
+
+
+def test_the_found_case_stands_if_it_alone_repeats(tmp_path: pathlib.Path) -> None:
+    worker = Processes(lambda run, before, process: WRONG if process == 1 or run.example.case.tokens == 130 else RIGHT)
+    told = explained(worker, tmp_path)
+    assert (told.repeats, str(told.run), told.small.neighbours) == ("yes", FOUND, ())
+
+
+def test_what_has_been_confirmed_in_a_fresh_process_is_not_run_there_again(tmp_path: pathlib.Path) -> None:
+    crashed = failed(FailureKind.CRASHED, "crashed: exited with code 7")
+    worker = Processes(lambda run, before, process: crashed)
+    assert explained(worker, tmp_path, outcome=crashed).repeats == "yes"
+    assert worker.process == 1
+
+
+def test_a_report_says_that_its_line_does_not_repeat() -> None:
+    report = LawReport("oracle", SPEC, Verdict.BROKEN, run=FOUND, first_run=FOUND, findings=WRONG.findings)
+    assert "  repeats  " not in text.failure(report)
+    assert "  repeats  " not in text.failure(dataclasses.replace(report, repeats="yes"))
+    assert SAYS in text.failure(dataclasses.replace(report, repeats="no")).splitlines()
+    assert "only in a fresh process" in text.failure(dataclasses.replace(report, repeats="only afresh"))
+    stopped = dataclasses.replace(report, shrunk=False, limit="120 runs")
+    assert "  shrinking    stopped at its limit of 120 runs; a smaller case may exist" in text.failure(stopped)
+
+
+def test_the_summary_has_the_seconds_of_shrinking() -> None:
+    report = LawReport("oracle", SPEC, Verdict.BROKEN, kernel_s=2.0, shrink_s=55.3)
+    assert seconds([report]) == "kernels 2 s, oracle and bounds 0 s, shrinking 55 s"
+    assert "shrinking" not in seconds([dataclasses.replace(report, shrink_s=0.0)])
+
+
+@pytest.mark.parametrize(("name", "repeats"), [("FailsOnce", "no"), ("FailsFirst", "only afresh")])
+@pytest.mark.slow_after_first
+def test_a_check_breaks_the_law_and_says_so(
+    name: str, repeats: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 2)  # each starts a process
+    settings = Settings(f"tests/wrong_repeats.py:{name}", ["oracle"], Profile("some", 3, large=False))
+    with Check(settings, 1, Store(tmp_path), defects=[]) as check:
+        (report,) = check.run()
+    assert (report.verdict, report.repeats) == (Verdict.BROKEN, repeats)
+    assert (SAYS in text.failure(report)) is (repeats == "no")
+    assert not (repeats == "no" and report.neighbours)
+    data = json.loads(json.dumps(report.to_json()))
+    assert (data["repeats"], data["run"] == data["first_run"]) == (repeats, repeats == "no")
+    assert 0 < data["shrink_s"] <= data["wall_s"]
