@@ -22,7 +22,7 @@ FLOORS = set(ALLOWED)
 LIBRARIES = {
     "oracles": {"torch"},
     "properties": {"torch", "hypothesis"},
-    "verify": {"torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
+    "verify": {"torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib", "gdn_verify"},
 }
 CALLS = ("import_module", "__import__", "eval", "exec", "compile", "load")
 SOME_CALL = re.compile(rf"\b(?:{'|'.join(CALLS)})\s*\(")

@@ -120,7 +120,7 @@ def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
     assert "1 failed, 1 passed, 1 skipped" in output
     assert "packed: packed is not supported" in output
     assert "BROKEN   pure · kernel.py:Wrong" in output
-    assert 'repeat       python -m verify repeat "law=pure adapter=kernel.py:Wrong' in output
+    assert 'repeat       gdn-verify repeat "law=pure adapter=kernel.py:Wrong' in output
     assert "Traceback" not in output
     assert (suite.folder / ".gdn-verify" / "findings.jsonl").read_text().count("\n") == 2
 

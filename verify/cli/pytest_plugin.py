@@ -101,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     _import_once()
     from properties.books import book_for
-    from verify.adapters.loader import AdapterError, check_spec
+    from verify.adapters.registry import AdapterError, check_spec
     from verify.engine.profiles import PROFILES
 
     config = metafunc.config
@@ -151,8 +151,7 @@ def _laws(adapter: str) -> "Iterable[str]":
     """The laws of an adapter's book. If the adapter cannot be loaded, the laws of rules, so that the tests fail when they run."""
     from properties.books import book_named, book_of
     from properties.rule_laws import LAWS
-    from verify.adapters.loader import AdapterError
-    from verify.adapters.registry import BOOKS_OF_BUILT_IN
+    from verify.adapters.registry import BOOKS_OF_BUILT_IN, AdapterError
     from verify.engine.asking import describe
     from verify.process.worker import Worker
 

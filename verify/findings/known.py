@@ -14,9 +14,8 @@ from properties.books import book_of
 from properties.cases.line import split_line
 from properties.cases.rule_case import Case
 from properties.names import did_you_mean
-from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.execution.run import Run
 from verify.gpu import policies
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict, port_of

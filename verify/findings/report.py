@@ -3,13 +3,14 @@
 import collections
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict, port_of
 
+WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 WORDS = {
     Verdict.HOLDS: "HOLDS",
@@ -88,11 +89,14 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
 
 
 def _command(report: LawReport, run: str) -> str:
-    return f'python -m verify repeat {report.under + " " if report.under else ""}"{run}"'
+    return f'gdn-verify repeat {report.under + " " if report.under else ""}"{run}"'
 
 
-def failure(report: LawReport) -> str:
-    """A complete bug report of a broken law. Empty if the report of another law says the same."""
+def failure(report: LawReport, width: int = WIDTH) -> str:
+    """A complete bug report of a broken law. Empty if the report of another law says the same.
+
+    The lines that list what it holds with are at most `width` columns wide.
+    """
     if report.same_as:
         return ""
     lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
@@ -105,7 +109,7 @@ def failure(report: LawReport) -> str:
     if report.neighbours:
         lines += textwrap.wrap(
             "; ".join(report.neighbours),
-            116,
+            width,
             initial_indent="  holds with   ",
             subsequent_indent="               ",
             break_on_hyphens=False,
@@ -154,6 +158,15 @@ def _ratio(finding: Finding) -> str:
     """An output with its ratio of error to tolerance, or with the way in which it fails."""
     number = f"{finding.ratio:.2f}" if finding.ratio < ENDLESS else f"over {ENDLESS:g}"
     return f"{port_of(finding.output)} {number if math.isfinite(finding.ratio) else finding.way}"
+
+
+def times(reports: Iterable[LawReport], processes: int) -> str:
+    """The seconds that the processes of a check needed together, which may be more than it took."""
+    kernels = oracle = 0.0
+    for report in reports:
+        kernels, oracle = kernels + report.kernel_s, oracle + report.oracle_s
+    parts = [f"kernels {kernels:.0f} s", f"oracle and bounds {oracle:.0f} s"]
+    return f"({', '.join(parts)} in {processes} process{'es' if processes != 1 else ''})"
 
 
 COLUMNS = ("cases", "holds", "blind", "broken", "unknown")
