@@ -3,9 +3,9 @@
 import contextlib
 import io
 import os
-import pathlib
 import pty
 import re
+import shutil
 import signal
 import sys
 import termios
@@ -18,13 +18,14 @@ import pyte
 import pytest
 
 from tests.answering import Answering
-from verify.cli import check_command, terminal
+from verify.cli import check_command, exits, output, terminal
 from verify.cli.main import main
 from verify.cli.terminal import print_line, wrapped
 from verify.engine import explaining, soak
 from verify.execution.run import Run
 
 ROWS = 24
+BARS = b"\x1b[?25l"  # rich hides the cursor before it draws bars
 NAME = "a_kernel_whose_file_has_a_name_so_long_that_no_line_with_it_fits_into_a_hundred_and_forty_columns_of_a_terminal"
 LAWS = ("packed", "recall", "strides", "again")  # two at once; the first two are broken
 
@@ -64,7 +65,7 @@ class Screen:
 
 def squeezed(text: str) -> str:
     """A text without what depends on the width or on the clock: white space, and the seconds of the last line."""
-    return re.sub(r"\d+s(?=\(kernels|, |in|\.)|\d+(\.\d+)?asecond|[\d.e+]+asecond", "", "".join(text.split()))
+    return re.sub(r"\d+s(?=[(,i])", "", "".join(text.split()))
 
 
 @contextlib.contextmanager
@@ -88,51 +89,58 @@ class Slow(Answering):
         return 4.0 if run.law in LAWS[:2] else 0.5
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[str]:
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The words that check an adapter which no process runs."""
-    (tmp_path / f"{NAME}.py").touch()
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(explaining, "SHRINK_RUNS", 40)
-    return [f"{tmp_path}/{NAME}.py:Kernel", "--profile", "few", "--seed", "1", *(word for law in LAWS for word in ("--law", law))]
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / f"{NAME}.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("TERM", "xterm-256color")
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setattr(explaining, "SHRINK_RUNS", 20)
+        yield [f"{folder}/{NAME}.py:Kernel", "--profile", "few", "--seed", "1", *(word for law in LAWS for word in ("--law", law))]
 
 
-def run(
-    words: Sequence[str], out: Any, err: Any, monkeypatch: pytest.MonkeyPatch, at: Callable[[Run], None] = lambda run: None
-) -> int:
-    """Run a command whose workers answer at once, with these streams, in a folder of its own."""
-    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at)])
-    monkeypatch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at)])
-    findings = ["--findings", str(pathlib.Path.cwd() / f"findings-{time.monotonic_ns()}")]
-    with streams(out, err):
-        return main([*words, *findings])
+@pytest.fixture(scope="module")
+def piped(command: list[str]) -> str:
+    """What the check prints into a pipe."""
+    code, text = in_pipe(["check", *command])
+    assert (code, text.count("BROKEN   "), text.count("HOLDS   ")) == (1, 2, 2)
+    return text
 
 
-def on_terminal(words: Sequence[str], columns: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[int, Screen]:
+def run(words: Sequence[str], out: Any, err: Any, at: Callable[[Run], None] = lambda run: None) -> int:
+    """Run a command whose workers answer at once, with these streams, and without the findings of earlier ones."""
+    shutil.rmtree(".gdn-verify", ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch, streams(out, err):
+        patch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at)])
+        patch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at)])
+        return main(words)
+
+
+def on_terminal(words: Sequence[str], columns: int, **settings: Any) -> tuple[int, Screen]:
     screen = Screen(columns)
     try:
-        return run(words, screen.file, screen.file, monkeypatch, **settings), screen
+        return run(words, screen.file, screen.file, **settings), screen
     finally:
         screen.close()
 
 
-def in_pipe(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[int, str]:
+def in_pipe(words: Sequence[str], **settings: Any) -> tuple[int, str]:
     out = io.StringIO()
-    code = run(words, out, out, monkeypatch, **settings)
-    return code, re.sub(r"findings-\d+", "findings-0", out.getvalue())
+    return run(words, out, out, **settings), out.getvalue()
 
 
 def missing(screen: Screen, text: str) -> list[str]:
     """The lines of a pipe that a screen does not show whole."""
-    shown = re.sub(r"findings-\d+", "findings-0", screen.text)
-    return [line for line in text.splitlines() if squeezed(line) not in shown]
+    return [line for line in text.splitlines() if squeezed(line) not in screen.text]
 
 
 def check_shown(screen: Screen, text: str) -> None:
     """The screen shows each line of a pipe, and nothing else; no line that is copied, and no other word, is broken by us."""
     assert missing(screen, text) == []
-    assert len(re.sub(r"findings-\d+", "findings-0", screen.text)) == len(squeezed(text)), "no bar is left"
+    assert len(screen.text) == len(squeezed(text)), "no bar is left"
     copied = [line for line in text.splitlines() if terminal.COPIED.search(line)]
     assert len(copied) >= 4
     assert max(map(len, copied)) > screen.columns
@@ -144,13 +152,142 @@ def check_shown(screen: Screen, text: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100, 140])
-def test_a_terminal_shows_what_a_pipe_gets(columns: int, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, text = in_pipe(["check", *command], monkeypatch)
-    assert (code, text.count("BROKEN   "), text.count("HOLDS   ")) == (1, 2, 2)
-    code, screen = on_terminal(["check", *command], columns, monkeypatch)
-    assert code == 1
-    assert screen.sent.count(b"\x1b[?25l") > 4, "bars were drawn again after each line"
+def test_a_terminal_shows_what_a_pipe_gets(columns: int, command: list[str], piped: str) -> None:
+    code, screen = on_terminal(["check", *command], columns)
+    assert code == exits.BROKEN
+    check_shown(screen, piped)
+    assert screen.sent.count(BARS) > 4, "bars were drawn again after each line"
+
+
+def test_each_stream_may_be_a_terminal_alone(command: list[str], piped: str) -> None:
+    for stdout in (True, False):
+        screen, other = Screen(100), io.StringIO()
+        out, err = (screen.file, other) if stdout else (other, screen.file)
+        try:
+            assert run(["check", *command], out, err) == exits.BROKEN
+        finally:
+            screen.close()
+        if stdout:
+            check_shown(screen, piped)
+            assert BARS not in screen.sent
+            assert other.getvalue() == ""
+        else:
+            assert sorted(map(squeezed, other.getvalue().splitlines())) == sorted(map(squeezed, piped.splitlines()))
+            assert BARS in screen.sent
+            assert screen.text == "", "the bars are erased in the end"
+
+
+def test_a_soak_on_a_terminal_shows_its_rounds(command: list[str]) -> None:
+    words = ["soak", command[0], "--minutes", "1", *command[1:9]]  # until both laws are broken
+    _, text = in_pipe(words)
+    assert re.search(r"^round 1: gdn-verify check .*--law packed --law recall$", text, re.MULTILINE)
+    _, screen = on_terminal(words, 80)
+    assert BARS in screen.sent
+    reports = [line for line in text.splitlines() if re.match(r"round|BROKEN|  (repeat|found|holds with|versions)", line)]
+    assert len(reports) >= 6
+    assert missing(screen, "\n".join(reports)) == []
+
+
+def test_after_ctrl_c_a_terminal_shows_what_was_decided(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told, report, main_thread = threading.Semaphore(0), check_command._print_report, threading.get_ident()
+
+    def at() -> Callable[[Run], None]:
+        asked: list[Run] = []
+
+        def before(run: Run) -> None:
+            asked.extend([run] * (run.law == "again"))
+            if asked[2:] == [run]:
+                for _ in LAWS[:3]:
+                    told.acquire()
+                signal.pthread_kill(main_thread, signal.SIGINT)
+                time.sleep(0.5)
+
+        return before
+
+    def reported(*words: Any) -> None:
+        report(*words)
+        told.release()
+
+    monkeypatch.setattr(check_command, "_print_report", reported)
+    code, text = in_pipe(["check", *command], at=at())
+    assert code == exits.INTERRUPTED
+    assert text.splitlines()[-1].startswith("interrupted: 1 holds, 2 broken, 1 not finished of 4 laws")
+    assert "cut short   again" in text
+    code, screen = on_terminal(["check", *command], 80, at=at())
+    assert code == exits.INTERRUPTED
     check_shown(screen, text)
+
+
+class Cut(io.StringIO):
+    """A terminal on which Ctrl-C is pressed in the middle of each line."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError("it has no number")
+
+    def write(self, text: str) -> int:
+        super().write(text[:3])
+        signal.raise_signal(signal.SIGINT)
+        return 3 + super().write(text[3:])
+
+
+def test_ctrl_c_acts_after_the_line() -> None:
+    out = Cut()
+    with pytest.raises(KeyboardInterrupt):
+        print_line("law=oracle adapter=a.py:B lengths=1", out)
+    assert out.getvalue() == "law=oracle adapter=a.py:B lengths=1\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_lines_are_wrapped_behind_their_label_unless_they_are_copied() -> None:
+    words = " ".join(f"word{number}" for number in range(30))
+    for line, indent in (
+        (f"HOLDS       cut  {words}", 12),
+        (f"  versions     {words}", 15),
+        (f"  o: is off {words}", 6),
+        (words, 4),
+    ):
+        first, *others = wrapped(line, 60)
+        assert " ".join([first, *(other.strip() for other in others)]) == line
+        assert all(len(row) <= 60 and len(row) - len(row.lstrip()) == indent for row in others)
+        assert len(others) > 2
+    for line in (
+        f'  repeat       gdn-verify repeat "law=cut at=1 adapter=a.py:B {words}"',
+        f"  found        in case 5, as law=cut at=1 adapter=a.py:B {words}",
+        f"  {words}: pip install 'fla-core>=0.4.0'",
+        "x" * 100,
+    ):
+        assert wrapped(line, 60) == [line]
+
+
+@pytest.mark.parametrize(
+    ("variables", "wants"),
+    [({}, ("colours", "bars")), ({"NO_COLOR": "1"}, ("bars",)), ({"TERM": "dumb"}, ())],
+)
+def test_colours_and_bars_are_for_terminals_that_want_them(
+    variables: dict[str, str], wants: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    text = "HOLDS       a\nBROKEN   b\nUNKNOWN     c\nunsupported d\n  HOLDS"
+    screen = Screen(80)
+    with streams(screen.file, screen.file), output.progress() as move:
+        move("oracle", 1, 2)
+        print_line(text)
+    screen.close()
+    colours = re.findall(rb"\x1b\[(\d+)m(\w+)\x1b\[0m +[a-d]", screen.sent)
+    verdicts = [(b"32", b"HOLDS"), (b"31", b"BROKEN"), (b"33", b"UNKNOWN"), (b"2", b"unsupported")]
+    assert colours == (verdicts if "colours" in wants else [])
+    assert (BARS in screen.sent) is ("bars" in wants)
+    assert missing(screen, text) == []
+    plain = io.StringIO()
+    with streams(plain, plain), output.progress() as move:
+        move("oracle", 1, 2)
+        print_line(text)
+    assert plain.getvalue() == f"{text}\n"
 
 
 def test_a_screen_on_which_bars_erase_lines_is_seen() -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gdn_verify import Shadowed, check_names
+
 if TYPE_CHECKING:
     from verify.process.worker import Worker
 
@@ -99,6 +101,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests that use gdn_law with each pair of adapter and law. Bad options are a UsageError before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
+    try:
+        check_names()
+    except Shadowed as error:
+        raise pytest.UsageError(f"gdn-verify: {error}") from None
     _import_once()
     from properties.books import book_for
     from verify.adapters.registry import AdapterError, check_spec
