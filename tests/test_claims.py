@@ -706,6 +706,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: path
         command.act(options("--device", "cpu", "--json", str(tmp_path)))
 
 
+def test_a_file_that_cannot_be_written_in_the_end_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PARTS", {1: (("one", lambda setting: iter([GOOD])),)})
+    monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
+    assert command.act(options("--device", "cpu")) == command.HOLDS
+    assert command.act(options("--device", "cpu", "--json", "/dev/full")) == command.UNDECIDED
+    assert "gdn-verify: cannot write to /dev/full: No space left on device\n" in capsys.readouterr().err
+
+
 def test_a_claim_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options("--claim", "7")

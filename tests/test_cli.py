@@ -23,6 +23,7 @@ from verify.cli import check_command, exits, hosts
 from verify.cli import main as cli
 from verify.cli.exits import exit_code
 from verify.cli.main import main
+from verify.engine import explaining
 from verify.engine.profiles import PROFILES, Profile
 from verify.findings.law_report import LawReport
 from verify.process import worker
@@ -106,6 +107,10 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
         (("repeat", ""), ("law=",)),
         (("repeat", "lengths=3"), ("must have law=",)),
+        (("repeat", "law=oracle", f"adapter={RIGHT}", "length=3"), ("'length'", "did you mean lengths?")),
+        (("repeat", "--json", "law=oracle", f"adapter={RIGHT}", "length=3", "--deadline", "9"), ("'length'", "mean lengths?")),
+        (("known", "law=oracle", "adapter=fla/chonk", "lengths=3", "--reason", "x"), ("did you mean fla/chunk?",)),
+        (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda",)),
         (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
         (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
         (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
@@ -233,6 +238,28 @@ def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.Ca
     assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
 
 
+@pytest.mark.parametrize("place", ["--json=/dev/full", "stdout"])
+def test_a_report_that_cannot_be_written_is_no_success(
+    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering()])
+    words = ("check", RIGHT, "--law", "recall", "--law", "pure")
+    if place == "stdout":
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            code, err = main(words), capfd.readouterr().err
+        assert err == "gdn-verify: cannot write to /dev/full: No space left on device\n"
+    else:
+        code, out, err = vars(run(capfd, *words, place)).values()
+        assert err == "gdn-verify: cannot write to /dev/full: No space left on device\n"
+        assert "2 holds of 2 laws" in out
+    assert code == exits.UNDECIDED
+    monkeypatch.undo()
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering(lambda run: 4.0)])
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 0)
+    assert run(capfd, *words, "--json=/dev/full").code == exits.BROKEN, "a broken law is what matters most"
+
+
 def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 16))
     asked = []
@@ -262,7 +289,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     again = run(capfd, "repeat", data["run"])
     assert again.code == exits.BROKEN
     assert again.out.startswith("BROKEN   pure")
-    plain = run(capfd, "repeat", "--json", data["run"])
+    plain = run(capfd, "repeat", "--json", *data["run"].split())  # without quotes
     assert strict(plain.out)["verdict"] == "broken"
     assert plain.err == ""
 

@@ -173,7 +173,7 @@ def test_packages_of_verify_import_downwards_as_the_map_says(graph: dict[str, se
 
 
 def test_a_newcomer_sees_at_most_twelve_things_in_verify() -> None:
-    names = [path.name for path in (ROOT / "verify").iterdir() if path.name not in ("__pycache__", "__init__.py")]
+    names = [path.name for path in (ROOT / "verify").iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed")]
     assert len(names) <= 12, names
 
 
@@ -187,8 +187,9 @@ def test_the_map_names_every_module_and_no_other() -> None:
     assert named == {path.as_posix() for path in names_of_modules().values() if path.name not in ("__init__.py", "__main__.py")}
 
 
-def test_every_floor_has_files() -> None:
+def test_every_floor_has_files_and_what_is_installed_has_types() -> None:
     assert {path.parts[0] for path in FILES} >= {"oracles", "properties", "verify", "tests"}
+    assert [folder for folder in LIBRARIES if not (ROOT / folder / "py.typed").exists()] == []
 
 
 @pytest.mark.parametrize(

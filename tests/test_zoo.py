@@ -380,6 +380,14 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.usefixtures("no_work")
+def test_a_table_that_cannot_be_written_is_no_success(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, lambda run, times: Verdict.HOLDS if "Chunkwise" in run.adapter else Verdict.BROKEN)
+    code, out, err = run(capfd, "LeaksState", "--law", "oracle", "--json", "/dev/full")
+    assert (code, err) == (exits.UNDECIDED, "gdn-verify: cannot write to /dev/full: No space left on device\n")
+    assert "LeaksState" in out
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
