@@ -140,7 +140,7 @@ def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> N
 
 SAID = (
     (("--gdn-law", "orcale"), "unknown law 'orcale' (did you mean oracle?); there are oracle"),
-    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk' (did you mean fla/chunk?); there are fla/chunk"),
+    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk' (did you mean fla/chunk?): `gdn-verify list` shows"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
     (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, gpu, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
