@@ -28,9 +28,10 @@ from verify.engine.asking import BATCH, TRUTHS, Asked, ask, ask_all, describe  #
 from verify.engine.drawing import batches, seeded  # noqa: E402
 from verify.execution.run import Run  # noqa: E402
 from verify.findings.store import Store  # noqa: E402
+from verify.process.choices import BACKENDS  # noqa: E402
 from verify.process.outcome import Outcome, Verdict  # noqa: E402
 from verify.process.worker import Worker  # noqa: E402
-from verify.ranks.group import BACKENDS, RankGroup  # noqa: E402
+from verify.ranks.group import RankGroup  # noqa: E402
 
 WARM = 32
 EXCHANGES = 6  # times as many cases of exchanges as of layers, in the warm-up too: otherwise they take about a second

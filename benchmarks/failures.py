@@ -3,7 +3,7 @@
     python -m benchmarks.failures --animals 30
 
 The zoo's wrong implementations of the rules are put into a file, one class each, as a user's adapter would be. Each is checked
-with `python -m verify check FILE:CLASS`, with no other option about laws or cases. We read what the command prints. When the
+with `gdn-verify check FILE:CLASS`, with no other option about laws or cases. We read what the command prints. When the
 first line with BROKEN comes, the case has been shrunk and explained. We note the seconds and the CPU seconds of all processes of
 the command, and interrupt it.
 """

@@ -26,6 +26,7 @@ import math
 import torch
 from torch import Tensor
 
+from oracles import PRODUCTS
 from oracles.grids import Grid, Runs, fractions, grid_of
 from oracles.words import CASTS, MANTISSA, WORDS, Bits, fused, lowest, words_of
 
@@ -35,7 +36,6 @@ SINGLE = 24
 EXACT = 53
 FP16_STEP = 2.0**-24  # the subnormal step of fp16: an absolute error of stored fp16 values
 CLASSES = ("chunkwise", "recurrent", "pointwise")
-PRODUCTS = ("ieee", "tf32")
 
 
 @dataclasses.dataclass(frozen=True)

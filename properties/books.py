@@ -24,7 +24,7 @@ from properties.layer_domain import LayerDomain
 from properties.layer_laws import LAYER_LAWS
 from properties.module_domain import ModuleDomain
 from properties.module_laws import MODULE_LAWS
-from properties.names import did_you_mean
+from properties.names import unknown
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.pool_domain import PoolDomain
@@ -105,7 +105,7 @@ def book_for(law: str, operation: str | None) -> Book:
     """Return the book of a line's law, for an operation if the line names one. ValueError lists the laws or the operations."""
     books = [book for book in BOOKS if law in book.laws]
     if not books:
-        raise ValueError(f"unknown law {law!r}{did_you_mean(law, every_law())}; there are {', '.join(every_law())}")
+        raise ValueError(unknown("law", law, every_law()))
     if operation is None:
         return books[0]
     for book in books:

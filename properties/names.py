@@ -15,6 +15,12 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def unknown(kind: str, word: str, names: Iterable[str]) -> str:
+    """Return the line about a word that is none of the names of a kind, with the nearest name and all of them."""
+    names = list(names)
+    return f"unknown {kind} {word!r}{did_you_mean(word, names)}; there are {', '.join(names)}"
+
+
 def known_fields(kind: type[T]) -> type[T]:
     """Let a dataclass refuse a keyword that is none of its fields by a TypeError that names the nearest field and all of them."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

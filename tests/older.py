@@ -1,6 +1,6 @@
 """Adapters of older releases, whose configurations later ones took off their lists; they run where that release is installed.
 
-    python -m verify check tests/older.py:ChunkFla042 --tune sweep
+    gdn-verify check tests/older.py:ChunkFla042 --tune sweep
 
 FLA 0.4.2 computes the gated rule's gradients with configurations that are wrong on some cards with some versions of Triton
 (flash-linear-attention issues 640 and 984); later releases refuse such versions.

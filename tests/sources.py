@@ -50,7 +50,7 @@ def dict_keys(*keys: str) -> set[str]:
 
 
 def entry_point(name: str) -> str:
-    """What pyproject.toml says for a command (`module:function`) or a plugin (`module`)."""
+    """What pyproject.toml says for a command or a plugin: `module:name`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return str({**project["scripts"], **project["entry-points"]["pytest11"]}[name])
 
@@ -92,7 +92,8 @@ def plugin_options() -> dict[tuple[str, ...], argparse.Action]:
         def addoption(self, *names: str, **settings: Any) -> None:
             parser.add_argument(*names, **settings)
 
-    importlib.import_module(entry_point("gdn_verify")).pytest_addoption(Group())
+    module, _, plugin = entry_point("gdn_verify").partition(":")
+    getattr(importlib.import_module(module), plugin).pytest_addoption(Group())
     return options_by_name(parser)
 
 

@@ -317,7 +317,7 @@ def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Calla
     assert notice.startswith(
         "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"
     )
-    assert notice.endswith(f'python -m verify repeat "{report.fault_run}"')
+    assert notice.endswith(f'gdn-verify repeat "{report.fault_run}"')
     line = text.law_line(report)
     assert line.count(report.fault) == 1
     assert f'"{report.fault_run}"' in line

@@ -45,6 +45,7 @@ from verify.claims.setting import LEAST_EFFORT, QWEN3_NEXT, TINY, Setting
 from verify.claims.table import HEAD, Row, markdown, number, rounds_of, spread_text, table
 from verify.claims.timing import Call, Clock, Effort, HostClock, Spread, by_turns, measured, ratios
 from verify.cli import claims_command as command
+from verify.cli.parsers import parser
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Place, simulate
 from verify.zoo.wrong_paths import GradientOfTheForward
@@ -648,9 +649,7 @@ def test_a_part_that_fails_is_a_row_with_its_reason_after_those_it_had(error: Ex
 
 
 def options(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.arguments(parser)
-    return parser.parse_args(words)
+    return parser().parse_args(["claims", *words])
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -703,8 +702,18 @@ def test_an_interrupted_run_prints_what_it_has(
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=rf"--json cannot be written to {tmp_path}: "):
+    with pytest.raises(ValueError, match=rf"--json must name a file that can be written, got '{tmp_path}': "):
         command.act(options("--device", "cpu", "--json", str(tmp_path)))
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PARTS", {1: (("one", lambda setting: iter([GOOD])),)})
+    monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
+    assert command.act(options("--device", "cpu")) == command.HOLDS
+    assert command.act(options("--device", "cpu", "--json", "/dev/full")) == command.UNDECIDED
+    assert "gdn-verify: cannot write to /dev/full: No space left on device\n" in capsys.readouterr().err
 
 
 def test_a_claim_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from verify.cli import check_command, exits, hosts
 from verify.cli import main as cli
 from verify.cli.exits import exit_code
 from verify.cli.main import main
+from verify.engine import explaining
 from verify.engine.profiles import PROFILES, Profile
 from verify.findings.law_report import LawReport
 from verify.process import worker
@@ -80,13 +81,20 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("check",), ("check needs one adapter", "fla/chunk", "my_kernel.py:MyKernel")),
+        (("check",), ("check needs one adapter", "`gdn-verify list` shows them", "my_kernel.py:MyKernel")),
         (("check", RIGHT, "--adapter", RIGHT), ("check needs one adapter",)),
-        (("check", "fla/chonk"), ("'fla/chonk'", "did you mean fla/chunk?", "fla/chunk, fla/fused_recurrent")),
+        (
+            ("check", "fla/chonk"),
+            ("unknown adapter 'fla/chonk' (did you mean fla/chunk?): `gdn-verify list` shows", "as my_kernel.py:MyKernel"),
+        ),
         (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
-        (("check", "kernel.py"), ("'kernel.py'", "my_kernel.py:MyKernel")),
+        (("check", "kernel.py"), ("adapter 'kernel.py': the class is missing, as in kernel.py:MyKernel",)),
+        (("soak", RIGHT, "kernel.py:"), ("adapter 'kernel.py:': the class is missing, as in kernel.py:MyKernel",)),
+        (("check", "zoo/LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
+        (("zoo", "LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
+        (("zoo", "--mutate", "fla/chonk"), ("did you mean fla/chunk?",)),
         (("check", "a b.py:Kernel"), ("spaces",)),
-        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, recurrent, packed")),
+        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, packed, norm")),
         (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
         (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
         (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
@@ -99,6 +107,10 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
         (("repeat", ""), ("law=",)),
         (("repeat", "lengths=3"), ("must have law=",)),
+        (("repeat", "law=oracle", f"adapter={RIGHT}", "length=3"), ("'length'", "did you mean lengths?")),
+        (("repeat", "--json", "law=oracle", f"adapter={RIGHT}", "length=3", "--deadline", "9"), ("'length'", "mean lengths?")),
+        (("known", "law=oracle", "adapter=fla/chonk", "lengths=3", "--reason", "x"), ("did you mean fla/chunk?",)),
+        (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda",)),
         (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
         (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
         (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
@@ -121,7 +133,7 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("repeat", f"law=strides adapter={RIGHT} lengths=3"), ("variant", "sliced")),
         (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
         (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
-        (("repeat",), ("line",)),
+        (("repeat",), ("LINE",)),
         (("reapeat", "x"), ("invalid choice", "did you mean repeat?")),
         (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
         (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
@@ -191,13 +203,12 @@ def test_list_says_what_this_host_lacks(
     assert result.code == (exits.HOLDS if have is None else exits.USAGE)
 
 
-@pytest.mark.parametrize("verb", ["list", "check", "soak", "repeat"])
+@pytest.mark.parametrize("verb", ["check", "soak", "repeat"])
 def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str], verb: str) -> None:
     result = run(capfd, verb, "--help")
     assert result.code == 0
-    words = " ".join(result.out.split())
-    for text in ("0 every law holds", "1 a law is broken", "2 bad usage", "3 undecided, or nothing was compared"):
-        assert text in words
+    codes = ["0    every law holds", "1    a law is broken", "2    bad usage", "3    undecided, or nothing was compared"]
+    assert [line.strip() for line in result.out.splitlines()[-5:-1]] == codes
 
 
 @pytest.mark.slow
@@ -227,6 +238,28 @@ def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.Ca
     assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
 
 
+@pytest.mark.parametrize("place", ["--json=/dev/full", "stdout"])
+def test_a_report_that_cannot_be_written_is_no_success(
+    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering()])
+    words = ("check", RIGHT, "--law", "recall", "--law", "pure")
+    if place == "stdout":
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            code, err = main(words), capfd.readouterr().err
+        assert err == "gdn-verify: cannot write to /dev/full: No space left on device\n"
+    else:
+        code, out, err = vars(run(capfd, *words, place)).values()
+        assert err == "gdn-verify: cannot write to /dev/full: No space left on device\n"
+        assert "2 holds of 2 laws" in out
+    assert code == exits.UNDECIDED
+    monkeypatch.undo()
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering(lambda run: 4.0)])
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 0)
+    assert run(capfd, *words, "--json=/dev/full").code == exits.BROKEN, "a broken law is what matters most"
+
+
 def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 16))
     asked = []
@@ -250,13 +283,13 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     assert "findings are in .gdn-verify/findings.jsonl" in result.err
     data = strict(result.out)
     assert (data["law"], data["verdict"], data["seed"]) == ("pure", "broken", 7)
-    assert f'python -m verify repeat "{data["run"]}"' in result.err
+    assert f'gdn-verify repeat "{data["run"]}"' in result.err
     findings = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
     assert [finding["stage"] for finding in findings] == ["found", "shrunk"]
     again = run(capfd, "repeat", data["run"])
     assert again.code == exits.BROKEN
     assert again.out.startswith("BROKEN   pure")
-    plain = run(capfd, "repeat", "--json", data["run"])
+    plain = run(capfd, "repeat", "--json", *data["run"].split())  # without quotes
     assert strict(plain.out)["verdict"] == "broken"
     assert plain.err == ""
 
@@ -354,7 +387,7 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     assert result.code == exits.BROKEN
     assert f"gdn-verify: cannot write to {folder}: " in result.err
     assert result.err.count("cannot write") == 1
-    assert 'repeat       python -m verify repeat "law=pure' in result.out
+    assert 'repeat       gdn-verify repeat "law=pure' in result.out
     assert "findings are in" not in result.out
 
 
@@ -364,7 +397,7 @@ def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[
     (tmp_path / ".gdn-verify").mkdir()
     (tmp_path / ".gdn-verify" / f"under-way-{dead.pid}.txt").write_text("law=cut at=3 adapter=a.py:B lengths=9\n")
     result = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert 'an earlier check died during: python -m verify repeat "law=cut at=3 adapter=a.py:B lengths=9"' in result.out
+    assert 'an earlier check died during: gdn-verify repeat "law=cut at=3 adapter=a.py:B lengths=9"' in result.out
 
 
 def test_exit_code_is_that_of_the_worst_verdict() -> None:
@@ -399,7 +432,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
         lines = []
         for line in check.stdout:
             lines.append(line)
-            if "repeat       python" in line:
+            if "repeat       gdn-verify" in line:
                 break
         time.sleep(1.0)
         pids = family(check.pid)

@@ -74,7 +74,7 @@ def test_every_flag_in_the_page_of_commands_exists() -> None:
     code = "".join(re.findall(r"`[^`\n]+`|```.*?```", reference("commands"), re.DOTALL))
     flags = {*re.findall(r"(?<![\w-])--?[a-z][a-z-]*", code)}
     existing = {flag for verb in [*verbs(), "pytest"] for names in options(verb) for flag in names}
-    assert flags - existing == {"-h", "--help", "-m", "--nproc-per-node"}
+    assert flags - existing == {"-h", "--help", "--version", "-m", "--nproc-per-node"}
 
 
 def test_profiles_letters_suites_and_claims_are_those_of_the_code() -> None:

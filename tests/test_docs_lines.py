@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from oracles.rounding import PRODUCTS
+from oracles import PRODUCTS
 from properties.books import BOOKS, Book
 from tests.pages import Row, code_column, codes, reference, section, table
 from tests.sources import BOOK_BY_NAME, definition, fields, needs_a_value

@@ -337,12 +337,12 @@ class Gathers(Chunkwise):
 '''
 DRIVER = """
 import contextlib, io, os
-from verify.zoo.mutation import main
+from verify.cli.main import main
 os.chdir(folder)
 codes, outputs, errors = [], [], io.StringIO()
 for arguments in commands:
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(errors):
-        codes.append(main(arguments))
+        codes.append(main(["zoo", "--mutate", *arguments]))
     outputs.append(output.getvalue())
 told = [codes, outputs, errors.getvalue()]
 """

@@ -7,6 +7,7 @@ import pytest
 
 from tests.alone import told
 from verify.adapters.base import Adapter
+from verify.cli.parsers import parser
 from verify.execution import service
 from verify.process import prestart
 from verify.process.messages import Describe, Tunings
@@ -19,9 +20,12 @@ def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize("words", [["check", "fla/chunk", "--device", "cpu"], ["check", "fla/chunk", "--device=cpu"]])
-def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
-    prestart.begin(words)
+def begin(words: str) -> None:
+    prestart.begin(parser().parse_args(words.split()))
+
+
+def test_it_answers_as_any_worker_and_is_taken_once() -> None:
+    begin("check fla/chunk --device=cpu")
     assert prestart.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
     worker = prestart.take(NO_GPU, 60.0)
     assert worker is not None
@@ -34,11 +38,9 @@ def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
     assert prestart.take(NO_GPU, 60.0) is None
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["repeat", "law=oracle"], ["check", "--help"], ["check", "x", "--ranks=2"], ["check", "x", "--deny", "list"]]
-)
-def test_nothing_begins_for_commands_that_need_none_or_another(words: list[str]) -> None:
-    prestart.begin(words)
+@pytest.mark.parametrize("words", ["repeat law=oracle", "list", "check x --ranks=2", "check x --deny list", "check x --sanitize"])
+def test_nothing_begins_for_commands_that_need_none_or_another(words: str) -> None:
+    begin(words)
     assert prestart.take(NO_GPU, 60.0) is None
 
 
@@ -47,7 +49,7 @@ def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pyt
         lambda: monkeypatch.setattr(sys, "path", ["somewhere", *sys.path]),
         lambda: monkeypatch.setenv("GDN_VERIFY_DENIED", "list"),
     ):
-        prestart.begin(["check", "megatron/layer", "--device", "cpu"])
+        begin("check megatron/layer --device cpu")
         (*_, begun) = prestart._begun[-1]
         change()
         assert prestart.take(NO_GPU, 60.0) is None
@@ -56,7 +58,7 @@ def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pyt
 
 def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    prestart.begin(["check", "fla/chunk", "--device", "cpu"])
+    begin("check fla/chunk --device cpu")
     assert prestart.take(NO_GPU, 60.0) is None
 
 
@@ -64,16 +66,27 @@ def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_that_ends_at_once_leaves_no_process() -> None:
     program = (
         "from verify.process import prestart, worker; worker.IMPORTS = ();"  # who forks it imports nothing, and so begins at once
-        "prestart.begin(['check', 'x', '--device=cpu']);"
+        "from verify.cli.parsers import parser; prestart.begin(parser().parse_args(['check', 'x', '--device=cpu']));"
         "print(prestart._begun[0][-1]._process.pid)"
     )
     pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
     assert subprocess.run(["ps", "-p", pid], check=False, capture_output=True).returncode == 1
 
 
-def test_torch_is_not_imported_before_the_worker_starts() -> None:
-    program = "import sys; from verify.process import prestart as early; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_torch_is_not_imported_before_the_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import sys
+import gdn_verify
+from verify.process import prestart
+def begun(options):
+    print(options.verb, options.adapter, "torch" in sys.modules)
+    raise KeyboardInterrupt
+prestart.begin = begun
+sys.argv[1:] = ["check", "fla/chunk", "--tune", "7", "--law", "oracle"]
+gdn_verify.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("check fla/chunk False\n", "gdn-verify: interrupted\n")
 
 
 @pytest.mark.slow

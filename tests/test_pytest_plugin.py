@@ -120,7 +120,7 @@ def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
     assert "1 failed, 1 passed, 1 skipped" in output
     assert "packed: packed is not supported" in output
     assert "BROKEN   pure · kernel.py:Wrong" in output
-    assert 'repeat       python -m verify repeat "law=pure adapter=kernel.py:Wrong' in output
+    assert 'repeat       gdn-verify repeat "law=pure adapter=kernel.py:Wrong' in output
     assert "Traceback" not in output
     assert (suite.folder / ".gdn-verify" / "findings.jsonl").read_text().count("\n") == 2
 
@@ -140,7 +140,7 @@ def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> N
 
 SAID = (
     (("--gdn-law", "orcale"), "unknown law 'orcale' (did you mean oracle?); there are oracle"),
-    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk' (did you mean fla/chunk?); there are fla/chunk"),
+    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk' (did you mean fla/chunk?): `gdn-verify list` shows"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
     (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, gpu, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),

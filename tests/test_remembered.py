@@ -297,7 +297,7 @@ def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
     out, err = capfd.readouterr()
     assert code == exits.BROKEN
     assert "found        in an earlier check, and run first in this one" in out
-    assert "repeat       python -m verify repeat" in out
+    assert "repeat       gdn-verify repeat" in out
     rule = "a case line is made of name=value words, got 'nothing'"
     assert err == f"gdn-verify: 1 line of .gdn-verify/{FILE} is no case line and was not run: line 2: {rule}\n"
     assert cli.main((*words, "--no-examples")) == exits.HOLDS

@@ -18,7 +18,8 @@ from verify.engine.profiles import Profile
 from verify.execution.run import Run
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS
-from verify.findings.law_report import LawReport, seconds
+from verify.findings.law_report import LawReport
+from verify.findings.report import times
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
@@ -102,8 +103,10 @@ def test_a_report_says_that_its_line_does_not_repeat() -> None:
 
 def test_the_summary_has_the_seconds_of_shrinking() -> None:
     report = LawReport("oracle", SPEC, Verdict.BROKEN, kernel_s=2.0, shrink_s=55.3)
-    assert seconds([report]) == "kernels 2 s, oracle and bounds 0 s, shrinking 55 s"
-    assert "shrinking" not in seconds([dataclasses.replace(report, shrink_s=0.0)])
+    assert times([report], 2) == "(kernels 2 s, oracle and bounds 0 s in 2 processes, shrinking 55 s)"
+    assert times([dataclasses.replace(report, shrink_s=0.0, started=1, start_s=9.4, wait_s=3.0)], 1) == (
+        "(kernels 2 s, oracle and bounds 0 s in 1 process, waiting for compilers 3 s, started 1 worker, 9 s)"
+    )
 
 
 @pytest.mark.parametrize(("name", "repeats"), [("FailsOnce", "no"), ("FailsFirst", "only afresh")])

@@ -456,7 +456,7 @@ def test_the_command_line_runs_workers_under_it(
     assert code == exits.BROKEN, err
     assert "under compute-sanitizer --tool memcheck" in out
     assert "sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in out
-    assert 'python -m verify repeat --sanitize memcheck "law=pure adapter=kernel.py:Kernel' in out
+    assert 'gdn-verify repeat --sanitize memcheck "law=pure adapter=kernel.py:Kernel' in out
     assert not (tmp_path / ".gdn-verify" / "examples.txt").exists(), "its line holds without the sanitizer"
 
 

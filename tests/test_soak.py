@@ -260,10 +260,10 @@ def test_the_table_has_a_line_a_law_and_the_greatest_ratios() -> None:
 
 
 def test_the_summary_counts_laws_rounds_cases_and_their_rate() -> None:
-    line = summary([reported(HOLDS, {HOLDS: 30}, kernel_s=4.0, oracle_s=1.0), reported(BROKEN, {BROKEN: 1})], 3, 10.0)
+    line = summary([reported(HOLDS, {HOLDS: 30}, kernel_s=4.0, oracle_s=1.0), reported(BROKEN, {BROKEN: 1})], 3, 10.0, 2)
     laws, cases = line.split("; ")
     assert laws == "1 holds, 1 broken of 2 laws of 1 adapter"
-    assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (kernels 4 s, oracle and bounds 1 s)"
+    assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (kernels 4 s, oracle and bounds 1 s in 2 processes)"
 
 
 def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -324,7 +324,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
         ["zoo/ChangesBeta", "pure", "broken"],
     ]
     assert re.search(r"^1 holds, 1 broken of 2 laws of 2 adapters; \d+ rounds, \d+ cases in \d+ s, [\d.e+]+ a second", lines[-1])
-    want = f"round 1: python -m verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
+    want = f"round 1: gdn-verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
     assert want in err.splitlines()
     data = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [(record["adapter"], record["verdict"]) for record in data] == [(RIGHT, "holds"), ("zoo/ChangesBeta", "broken")]

@@ -57,7 +57,7 @@ def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib
     assert {"swept"} <= {record["stage"] for record in records}
     text = "\n".join(result.lines())
     assert "copy_kernel: 6 of 6 configurations ran" in text
-    assert "python -m verify repeat" in text
+    assert "gdn-verify repeat" in text
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The zoo: every animal is found, hunted as `check` would ask, and reported; what survives, laws or a suite, is said."""
 
-import argparse
 import ast
 import contextlib
 import json
@@ -161,10 +160,12 @@ def test_helpers_and_bases_of_a_module_are_no_animals() -> None:
 
 
 def test_unknown_animal_is_refused_by_name_as_an_adapter_and_in_a_run_line() -> None:
-    with pytest.raises(AdapterError, match=r"unknown animal 'zoo/LeaksStates': of the zoo's \d+ the nearest are .*zoo/LeaksState"):
+    with pytest.raises(AdapterError, match=r"^unknown animal 'zoo/LeaksStates': the nearest in the zoo are zoo/LeaksState, "):
         check_spec("zoo/LeaksStates")
     with pytest.raises(AdapterError, match="unknown animal"):
         Run.parse("law=oracle adapter=zoo/Unicorn lengths=3")
+    with pytest.raises(AdapterError, match="unknown animal 'zoo/Suite'"):  # a class of the zoo's modules, and no adapter
+        load("zoo/Suite")
 
 
 def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         AdapterError, match=r"^adapter zoo/LeaksState: the zoo cannot be imported: ImportError: no module named unicorn$"
     ):
-        check_spec("zoo/LeaksState")
+        load("zoo/LeaksState")
 
 
 def test_animals_are_chosen_by_name_letter_and_file(own_file: str) -> None:
@@ -297,7 +298,7 @@ def test_a_kill_of_right_code_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("law=pure adapter=zoo/Chunkwise " in alarm for alarm in hunting.alarms)
     assert hunting.fates[0].cells["pure"].state == "undecided"
     assert "right code is rejected too" in hunting.fates[0].cells["pure"].reason
-    assert any(line.startswith("RIGHT CODE REJECTED  python -m verify repeat") for line in table.lines(hunting))
+    assert any(line.startswith("RIGHT CODE REJECTED  gdn-verify repeat") for line in table.lines(hunting))
 
 
 # The verb
@@ -352,9 +353,7 @@ def test_an_animal_that_spoils_its_process_kills_no_other(
     monkeypatch.setattr(hunt, "PROFILE", Profile("quick", 1))
     code, out, _ = run(capfd, f"{own_file}:LeavesADoorOpen", "--law", "cut", "--workers", "1")
     assert code == exits.BROKEN
-    assert re.search(r'^RIGHT CODE REJECTED  python -m verify repeat "law=cut at=\d+ adapter=zoo/Chunkwise ', out, re.MULTILINE), (
-        out
-    )
+    assert re.search(r'^RIGHT CODE REJECTED  gdn-verify repeat "law=cut at=\d+ adapter=zoo/Chunkwise ', out, re.MULTILINE), out
 
 
 @pytest.mark.slow
@@ -362,8 +361,6 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
     stub(
         monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "oracle" and "Chunkwise" not in run.adapter else Verdict.HOLDS
     )
-    parser = argparse.ArgumentParser()
-    command.arguments(parser, int, int)
 
     @contextlib.contextmanager
     def progress() -> Iterator[Callable[[str, int, int], None]]:
@@ -373,8 +370,8 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
 
         yield told
 
-    options = parser.parse_args(["LeaksState", "--workers", "1", "--json", "table.json"])
-    assert command.act(options, progress) == exits.INTERRUPTED
+    monkeypatch.setattr(command, "progress", progress)
+    assert cli.main(["zoo", "LeaksState", "--workers", "1", "--json", "table.json"]) == exits.INTERRUPTED
     out = capfd.readouterr().out
     assert "LeaksState" in out
     assert "oracle 1" in out
@@ -383,17 +380,28 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.usefixtures("no_work")
+def test_a_table_that_cannot_be_written_is_no_success(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, lambda run, times: Verdict.HOLDS if "Chunkwise" in run.adapter else Verdict.BROKEN)
+    code, out, err = run(capfd, "LeaksState", "--law", "oracle", "--json", "/dev/full")
+    assert (code, err) == (exits.UNDECIDED, "gdn-verify: cannot write to /dev/full: No space left on device\n")
+    assert "LeaksState" in out
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["Unicorn"], "unknown animal 'Unicorn'; of "),
+        (["Unicorn"], "unknown animal 'zoo/Unicorn': the nearest in the zoo are "),
         (["LeaksState", "--letter", "C"], "no animal has one of these names and one of these letters"),
         (["LeaksState", "--law", "gravity"], "unknown law 'gravity'; there are "),
         (["LeaksState", "--law", "reshard"], "law reshard is about none of the chosen animals"),
         (["--letter", "Z"], "argument --letter: invalid choice: 'Z'"),
         (["own.py:Nameless"], "Nameless must have a docstring that says what is wrong"),
         (["own.py:Lost"], "letter of Lost must be one of"),
-        (["LeaksState", "--json", "no/such/folder.json"], "cannot write to no/such/folder.json: No such file or directory"),
+        (
+            ["LeaksState", "--json", "no/such/folder.json"],
+            "--json must name a file that can be written, got 'no/such/folder.json': No such file",
+        ),
         (["LeaksState", "--rule", "fla"], "--rule must be all, one of fla-local, fla-ci, "),
         (["LeaksState", "--rule", "none.py:Mine"], "--rule none.py:Mine: there is no file none.py"),
         (["LeaksState", "--rule", "own.py:Mine"], "--rule own.py:Mine: own.py has no Suite called Mine; it has none"),
@@ -424,7 +432,7 @@ def test_list_says_how_many_there_are_in_one_line_and_help_says_the_exit_codes(c
     code, out, _ = run(capfd, "--help")
     words = " ".join(out.split())
     assert code == 0
-    for text in ("0 every animal that was run is killed", "1 one survives", "2 bad usage", "130 interrupted", "fla-local"):
+    for text in ("0 every animal that was run is killed", "1 one survives", "2 bad usage", "130 interrupted"):
         assert text in words
 
 

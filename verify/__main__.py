@@ -2,12 +2,7 @@
 
 import sys
 
-from verify.process import prestart
-from verify.process.fork_server import importing
+import gdn_verify
 
 if __name__ == "__main__":
-    prestart.begin(sys.argv[1:])
-    with importing():
-        from verify.cli.main import main
-
-    sys.exit(main())
+    sys.exit(gdn_verify.main())

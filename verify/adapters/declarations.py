@@ -13,8 +13,8 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
-from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 

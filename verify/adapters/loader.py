@@ -1,6 +1,5 @@
 """Loads an adapter by its built-in name, by its name in the zoo, or from a class in a file, and checks its declarations."""
 
-import difflib
 import importlib
 import importlib.util
 import pathlib
@@ -10,10 +9,9 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
-from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
-from properties.names import did_you_mean
 from properties.path_domain import PathDomain
 from properties.sizes import LARGEST_CHUNK
 from properties.trace_domain import TraceDomain
@@ -21,24 +19,20 @@ from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdap
 from verify.adapters.declarations import misspelt
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
-from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
+from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
 
 AnyAdapter = Adapter | PathAdapter | TraceAdapter
 Kind = type[Adapter] | type[PathAdapter] | type[TraceAdapter]
-
-
-class AdapterError(Exception):
-    """An adapter cannot be loaded: it is unknown, cannot be imported, lacks a package, or declares something wrong.
-
-    The message is one line and names the choices, if there are any.
-    """
 
 
 def load(spec: str) -> AnyAdapter:
     """Load an adapter by its built-in name, as an animal of the zoo, or as `file.py:Class`. AdapterError if that fails."""
     check_spec(spec)
     if spec.startswith(ZOO):
-        return make(_animals(spec)[spec], spec)
+        animals = _animals(spec)
+        if spec not in animals:
+            raise AdapterError(unknown_animal(spec))
+        return make(animals[spec], spec)
     place, _, name = BUILT_IN.get(spec, spec).rpartition(":")
     try:
         if spec in BUILT_IN:
@@ -128,28 +122,6 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
         except AdapterError as error:
             raise AdapterError(f"adapter {spec}: its counterpart: {error}") from None
     return adapter
-
-
-def check_spec(spec: str) -> None:
-    """Check that a name is a built-in adapter, an animal or an existing `file.py:Class`. AdapterError if it is not.
-
-    Neither a library's implementation nor a user's file is imported.
-    """
-    if spec in BUILT_IN:
-        return
-    if spec.startswith(ZOO):
-        if spec not in _animals(spec):
-            near = ", ".join(difflib.get_close_matches(spec, _animals(spec), 3, 0.3)) or "none"
-            raise AdapterError(f"unknown animal {spec!r}: of the zoo's {len(_animals(spec))} the nearest are {near}")
-        return
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place.endswith(".py") or not name.isidentifier():
-        near = did_you_mean(spec, BUILT_IN)
-        raise AdapterError(f"unknown adapter {spec!r}{near}; there are {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
-    if any(space in spec for space in " \t\n"):
-        raise AdapterError(f"adapter {spec!r} must not contain spaces: it is a word of the line that repeats a run")
-    if not pathlib.Path(place).is_file():
-        raise AdapterError(f"adapter {spec}: there is no file {place}")
 
 
 def check_requirements(spec: str, requires: dict[str, str]) -> None:

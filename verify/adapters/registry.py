@@ -1,4 +1,15 @@
-"""The built-in adapters: their names, and the module and class of each, which is imported when it is needed."""
+"""The built-in adapters: their names, and the module and class of each, which is imported when it is needed.
+
+This module uses the standard library and `properties.names` alone, so that a wrong name is refused before torch is imported.
+"""
+
+import difflib
+import functools
+import pathlib
+import re
+from collections.abc import Sequence
+
+from properties.names import did_you_mean
 
 KERNELS = {
     "fla/chunk": "verify.adapters.fla:Chunk",
@@ -93,3 +104,47 @@ BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pool
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
 ZOO = "zoo/"  # the prefix of the names of wrong implementations in verify/zoo
 ZOO_PLACE = "verify.zoo.animals:by_spec"  # a function that returns the zoo's adapters by name
+OWN = "your own as my_kernel.py:MyKernel"
+
+
+class AdapterError(Exception):
+    """An adapter cannot be loaded: it is unknown, cannot be imported, lacks a package, or declares something wrong.
+
+    The message is one line.
+    """
+
+
+def check_spec(spec: str) -> None:
+    """Check that a name is a built-in adapter, a class of the zoo or an existing `file.py:Class`. AdapterError if it is not.
+
+    Neither a library's implementation nor the zoo or a user's file is imported.
+    """
+    if spec in BUILT_IN:
+        return
+    if spec.startswith(ZOO):
+        if spec not in _zoo_specs():
+            raise AdapterError(unknown_animal(spec))
+        return
+    place, colon, name = spec.rpartition(":")
+    if (file := spec.removesuffix(":")).endswith(".py"):
+        raise AdapterError(f"adapter {spec!r}: the class is missing, as in {file}:MyKernel")
+    if not colon or not place.endswith(".py") or not name.isidentifier():
+        near = did_you_mean(spec, BUILT_IN)
+        raise AdapterError(f"unknown adapter {spec!r}{near}: `gdn-verify list` shows the built-in ones; name {OWN}")
+    if any(space in spec for space in " \t\n"):
+        raise AdapterError(f"adapter {spec!r} must not contain spaces: it is a word of the line that repeats a run")
+    if not pathlib.Path(place).is_file():
+        raise AdapterError(f"adapter {spec}: there is no file {place}")
+
+
+def unknown_animal(spec: str) -> str:
+    """The line about a name that no wrong implementation of the zoo has."""
+    near = ", ".join(difflib.get_close_matches(spec, _zoo_specs(), 3, 0.3)) or "none"
+    return f"unknown animal {spec!r}: the nearest in the zoo are {near}"
+
+
+@functools.cache
+def _zoo_specs() -> Sequence[str]:
+    """The names of all classes in the zoo's modules, read from their text: those of its adapters are among them."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((pathlib.Path(__file__).parent.parent / "zoo").glob("*.py"))]
+    return [ZOO + name for text in texts for name in re.findall(r"^class ([A-Z]\w*)", text, re.MULTILINE)]

@@ -10,12 +10,11 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TextIO
 
 from properties.books import book_of
 from properties.path_domain import PathDomain
-from verify.adapters.loader import check_spec
-from verify.adapters.registry import BUILT_IN, PATHS
+from verify.adapters.registry import PATHS
 from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
 from verify.cli.hosts import (
     backend_of,
@@ -31,15 +30,16 @@ from verify.cli.hosts import (
     workers_of,
 )
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
+from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.sweep_command import sweep
+from verify.cli.terminal import print_line, width_of
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known, reach_report
 from verify.findings import report as text
-from verify.findings.law_report import LawReport, left_out, seconds
+from verify.findings.law_report import LawReport, left_out
 from verify.process.messages import Refuse
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
@@ -48,11 +48,7 @@ from verify.ranks.torchrun import follow, launched
 
 def check(options: argparse.Namespace) -> int:
     """Check an adapter and print a line for each law. Returns the exit code."""
-    if (options.adapter is None) == (options.own is None):
-        raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
-    spec = options.adapter or options.own
-    check_spec(spec)
-    laws = chosen_laws(options)
+    spec, laws = options.adapter, chosen_laws(options)
     check_installed(spec)
     known.of(spec, options.known)
     if options.strict_reach and options.tune == SWEEP:
@@ -102,12 +98,12 @@ def check(options: argparse.Namespace) -> int:
     with (
         sanitizer or contextlib.nullcontext(),
         ended(workers),
-        json_lines(options.json) as lines,
+        JsonLines(options.json) as lines,
         progress() as on_case,
         checking,
     ):
         checking.on_case = on_case
-        checking.on_report = functools.partial(_print_report, out, lines)
+        checking.on_report = functools.partial(_print_report, out, lines, on_case)
         try:
             _run(options, checking, sanitizer, out)
         except KeyboardInterrupt:
@@ -120,7 +116,7 @@ def check(options: argparse.Namespace) -> int:
     _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
     if interrupted:
         return INTERRUPTED
-    code = exit_code([*checking.reports, *checking.unfinished], all_asked=not _not_asked(checking))
+    code = lines.code(exit_code([*checking.reports, *checking.unfinished], all_asked=not _not_asked(checking)))
     if code == HOLDS and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
         print_line("undecided because of --strict-reach: something was not looked at", out)
         return UNDECIDED
@@ -132,7 +128,7 @@ def _omits(checking: Check) -> Mapping[str, str]:
     return checking.described.omits if checking.described is not None else {}
 
 
-def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: Any) -> None:
+def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO) -> None:
     """Print the header, run the check, then print which regimes the cases covered."""
     if sanitizer is not None:
         sanitizer.prove(checking.workers[0])
@@ -170,19 +166,25 @@ def _files_of(defects: Iterable[known.Known]) -> list[str]:
     return [f"  known        {count} defect{'s' if count > 1 else ''} on file in {file}" for file, count in counts.items()]
 
 
-def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:
-    told = text.failure(report) if report.verdict is Verdict.BROKEN else text.law_line(report)
+def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport) -> None:
+    on_case(report.law, report.planned, report.planned)  # the law is over, also if its last cases were not run
+    told = text.failure(report, width_of(out, text.WIDTH)) if report.verdict is Verdict.BROKEN else text.law_line(report)
     if told or report.known:
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     lines(report.to_json())
 
 
-def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
+def _print_end(checking: Check, wall_s: float, out: TextIO, *, interrupted: bool) -> None:
     """Print the reach, the causes, the summary, kernels whose programs could not be interpreted together, and our own failures."""
     reports = checking.reports
     seen = []
     if interrupted or any(report.verdict is Verdict.HOLDS for report in reports):
-        seen = reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None)
+        seen = reach_report.report(
+            checking.reach,
+            _omits(checking),
+            parameters=checking.settings.laws is None,
+            width=width_of(out, reach_report.WIDTH),
+        )
     for told in (seen, left_out([*reports, *checking.unfinished]), causes.lines(reports)):
         if told:
             print_line("\n".join(told), out)
@@ -201,7 +203,7 @@ def _not_asked(checking: Check) -> list[str]:
     return [law for law in checking.laws or () if law not in begun]
 
 
-def _print_refusals(spec: str, checking: Check, out: Any) -> None:
+def _print_refusals(spec: str, checking: Check, out: TextIO) -> None:
     """Print what the adapter does with illegal input, unless the time is up before all of it is known."""
     did: dict[str, list[str]] = {}
     domain = checking.describe().domain
@@ -234,7 +236,8 @@ def _summary(checking: Check, wall_s: float) -> str:
     if missing:
         parts.append(f"{missing} not finished")
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
-    line += f" ({seconds(every)})"
+    processes = sum(getattr(worker, "size", 1) for worker in checking.workers[: max(1, len(laws))])  # a group of ranks has a size
+    line += f" {text.times(every, processes)}"
     if counts[Verdict.BROKEN] and not store.trouble:
         line += f"; findings are in {store.folder}/findings.jsonl"
     return line

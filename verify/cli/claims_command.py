@@ -1,7 +1,6 @@
 """The verb `claims`: measure and judge published changes, and print the table."""
 
 import argparse
-import contextlib
 import gc
 import json
 import sys
@@ -23,68 +22,44 @@ from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT
 from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
+from verify.cli.output import check_writable, write_file
+from verify.cli.parsers import CLAIMS, CONFIGURATIONS
+from verify.cli.terminal import print_error, print_line, write
 from verify.execution.faults import short
 
-EXITS = (
-    "exit: 0 every claim that this host can measure is measured, and right   1 a form is wrong   2 bad usage   "
-    "3 nothing is measured, or something failed   130 interrupted"
-)
+WIDTH = 220  # columns of the table, if stdout is no terminal
 Part = Callable[[Setting], Iterator[Row]]
 PARTS: dict[int, tuple[tuple[str, Part], ...]] = {
     1: (
-        ("convolution on [b, s, d]", kernels.conv),
+        (CLAIMS[1], kernels.conv),
         ("convolution of packed sequences", kernels.packed_conv),
         ("the layer, convolution and norm changed", layers.refined),
     ),
-    2: (("one norm for two", kernels.norms), ("one norm for two, heads repeated", kernels.repeated_norms)),
-    3: (("norm in the kernel", kernels.in_kernel),),
-    4: (("one all-to-all for one a sequence", exchange.exchanged),),
+    2: ((CLAIMS[2], kernels.norms), ("one norm for two, heads repeated", kernels.repeated_norms)),
+    3: ((CLAIMS[3], kernels.in_kernel),),
+    4: ((CLAIMS[4], exchange.exchanged),),
     5: (
-        ("blocks of the decode kernel", decode.decode),
+        (CLAIMS[5], decode.decode),
         ("blocks of SGLang's kernels, equal bits", serving.right),
         ("blocks of SGLang's kernels, times", serving.fast),
     ),
-    6: (("FLOPs of the layer", layers.flops),),
+    6: ((CLAIMS[6], layers.flops),),
 }
-CONFIGURATIONS = 3
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's options."""
-    parser.add_argument(
-        "--claim",
-        type=int,
-        choices=PARTS,
-        action="append",
-        help="only this claim (may be repeated): " + ", ".join(f"{claim} {parts[0][0]}" for claim, parts in PARTS.items()),
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"use fewer sizes and rounds, and tune kernels over at most {CONFIGURATIONS} configurations",
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted, with tiny sizes, whose times mean nothing"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
-    parser.add_argument("--path", metavar="DIR", help="look for modules in this folder first, such as SGLang's files")
 
 
 def act(options: argparse.Namespace) -> int:
     """Measure and report. Returns the exit code."""
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.device == "cuda" and not torch.cuda.is_available():
-        err.print("gdn-verify: claims need a GPU, and torch sees none", markup=False)
+        print_error("claims need a GPU, and torch sees none")
         return UNDECIDED
-    _writable(options.json)
+    check_writable("--json", options.json)
     _prepare_kernels(options)
     rows: list[Row] = []
     properties = host(options.device)
-    start, interrupted = time.monotonic(), False
+    start, interrupted, written = time.monotonic(), False, True
 
     def tell(words: str) -> None:
-        err.print(f"{time.monotonic() - start:6.1f} s  {words}", markup=False)
+        print_line(f"{time.monotonic() - start:6.1f} s  {words}", sys.stderr)
 
     setting = _setting(options, tell)
     try:
@@ -92,20 +67,18 @@ def act(options: argparse.Namespace) -> int:
             for name, part in PARTS[claim]:
                 tell(f"claim {claim}: {name}")
                 rows += attempted(claim, name, part, setting)
-                _write(options.json, properties, rows, interrupted=False)
+                written = _write(options.json, properties, rows, interrupted=False)
     except KeyboardInterrupt:
         interrupted = True
-        _write(options.json, properties, rows, interrupted=True)
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
-    out.print(f"{properties['text']}{', quick' if options.quick else ''}", markup=False, soft_wrap=True)
+        written = _write(options.json, properties, rows, interrupted=True)
+    print_line(f"{properties['text']}{', quick' if options.quick else ''}")
     if options.markdown:
-        out.print(markdown(rows), markup=False, soft_wrap=True)
+        write(markdown(rows), sys.stdout)
     else:
-        out.print(table(rows))
-    out.print(
-        "\n".join(filter(None, [rounds_of(rows), "interrupted: not every claim was measured" if interrupted else ""])), markup=False
-    )
-    return INTERRUPTED if interrupted else exit_code(rows)
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table(rows))
+    print_line("\n".join(filter(None, [rounds_of(rows), "interrupted: not every claim was measured" if interrupted else ""])))
+    code = INTERRUPTED if interrupted else exit_code(rows)
+    return UNDECIDED if code == HOLDS and not written else code
 
 
 def attempted(claim: int, name: str, part: Part, setting: Setting) -> list[Row]:
@@ -175,17 +148,7 @@ def limit_tuning(most: int) -> None:
         tuner.configs = [tuner.configs[place * count // most] for place in range(most)] if count > most else tuner.configs
 
 
-def _writable(place: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done. The file is not changed."""
-    if place is not None:
-        try:
-            with open(place, "a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            raise ValueError(f"--json cannot be written to {place}: {error.strerror}") from None
-
-
-def _write(place: str | None, properties: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> None:
-    if place is not None:
-        with contextlib.suppress(OSError), open(place, "w", encoding="utf-8") as file:
-            json.dump({**properties, "interrupted": interrupted, "rows": [row.to_json() for row in rows]}, file, indent=1)
+def _write(place: str | None, properties: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> bool:
+    """Write the rows so far, if a file was named. Returns whether that worked."""
+    data = {**properties, "interrupted": interrupted, "rows": [row.to_json() for row in rows]}
+    return place is None or write_file(place, json.dumps(data, indent=1))

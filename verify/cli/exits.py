@@ -1,20 +1,42 @@
-"""Exit codes."""
+"""Exit codes, and what each means for a verb, as its help prints it."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from verify.findings.law_report import LawReport
 from verify.process.outcome import Verdict
 
+if TYPE_CHECKING:
+    from verify.findings.law_report import LawReport
+
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
-EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
-TOLD = "exit: 0 all launches agree   1 a launch differs, or a call fails   2 bad usage   3 undecided, or no GPU   130 interrupted"
 
 
-class NoGpu(Exception):
-    """The command needs a GPU, and there is none."""
+def _told(holds: str, broken: str | None, undecided: str) -> str:
+    """The codes with their meanings, one on a line."""
+    meanings = {HOLDS: holds, BROKEN: broken, USAGE: "bad usage", UNDECIDED: undecided, INTERRUPTED: "interrupted"}
+    return "\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in meanings.items() if meaning)])
 
 
-def exit_code(reports: Sequence[LawReport], *, all_asked: bool = True) -> int:
+EXITS = _told("every law holds", "a law is broken", "undecided, or nothing was compared")
+EXITS_OF = {
+    "list": _told("the list is printed", None, "gdn-verify itself failed"),
+    "known": _told("the defect is on file", "the line holds, so nothing was written", "undecided"),
+    "launches": _told("all launches agree", "a launch differs, or a call fails", "undecided, or no GPU"),
+    "zoo": _told(
+        "every animal that was run is killed",
+        "one survives, or right code is rejected",
+        "a file that --json or --html names could not be written",
+    ),
+    "claims": _told(
+        "every claim that this host can measure is measured, and right",
+        "a form is wrong",
+        "nothing is measured, or something failed",
+    ),
+    "fetch": _told("the files are there", None, "they could not be had"),
+}
+
+
+def exit_code(reports: "Sequence[LawReport]", *, all_asked: bool = True) -> int:
     """The exit code of a check: 1 if a law is broken; 3 if one is undecided or was not run, or if none holds; otherwise 0."""
     verdicts = [report.verdict for report in reports]
     if Verdict.BROKEN in verdicts:

@@ -28,12 +28,13 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 from verify.cli.exits import HOLDS, UNDECIDED
+from verify.cli.output import print_json
+from verify.cli.terminal import print_error, print_line
 
 DAMAGED = (  # what zipfile raises for a damaged or unusual file
     *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, UnicodeError),
     *(NotImplementedError, RuntimeError, EOFError),
 )
-EXITS = "exit: 0 the files are there   2 bad usage   3 they could not be had   130 interrupted"
 # The tags of the wheels that we tested. Their Python files are the same for every machine, so any machine may take them.
 TAGS = ("--python-version=3.11", "--implementation=cp", "--abi=cp311")
 PLATFORMS = ("--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64")
@@ -45,13 +46,6 @@ class FetchError(Exception):
     """The files could not be had. The message is one line."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments and options of the verb."""
-    parser.add_argument("library", choices=LIBRARIES, help="the library")
-    parser.add_argument("--to", metavar="DIR", help="the folder for its files (default .gdn-verify/libraries/LIBRARY)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
 def act(options: argparse.Namespace) -> int:
     """Fetch a library, unless it is there already, and print where it is. Returns the exit code."""
     library = LIBRARIES[options.library]
@@ -60,15 +54,17 @@ def act(options: argparse.Namespace) -> int:
         present = manifest_in(folder, library)
         manifest = present or fetch(library, folder)
     except FetchError as error:
-        print(f"gdn-verify: {error}", file=sys.stderr)
+        print_error(str(error))
         return UNDECIDED
     if options.json:
-        print(json.dumps({"folder": str(folder), "fetched": present is None, **manifest}))
+        print_json({"folder": str(folder), "fetched": present is None, **manifest})
         return HOLDS
-    print(f"{library.name} {manifest['version']} {'is already' if present else 'is now'} in {folder} ({manifest['files']} files)")
-    print(f"use it with: --path {folder}")
+    print_line(
+        f"{library.name} {manifest['version']} {'is already' if present else 'is now'} in {folder} ({manifest['files']} files)"
+    )
+    print_line(f"use it with: --path {folder}")
     if options.to is None:
-        print("commands in this directory need no --path: adapters look there if the library is not installed")
+        print_line("commands in this directory need no --path: adapters look there if the library is not installed")
     return HOLDS
 
 
@@ -104,9 +100,9 @@ def fetch(library: Library, folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"--to must name a folder that can be written, got {folder}: {error.strerror}") from None
     try:
         with _told_of_the_disk(folder):
-            print(f"downloading {library.distribution} {library.version} with pip", file=sys.stderr, flush=True)
+            print_line(f"downloading {library.distribution} {library.version} with pip", sys.stderr)
             wheel = download(library, staging / "wheel")
-            print(f"unpacking {wheel.name} ({wheel.stat().st_size >> 20} MB)", file=sys.stderr, flush=True)
+            print_line(f"unpacking {wheel.name} ({wheel.stat().st_size >> 20} MB)", sys.stderr)
             manifest = unpack(library, wheel, staging / "files")
             return _publish(library, staging, folder) or manifest
     finally:

@@ -3,41 +3,18 @@
 import argparse
 import pathlib
 
-from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
-from verify.cli.output import print_line
+from verify.cli.terminal import print_line
 from verify.engine.asking import ask, describe
 from verify.execution.run import Run
 from verify.findings import known, known_entry
 from verify.findings import report as text
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.process.choices import NoGpu
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
-
-EXITS = "exit: 0 the defect is on file   1 the line holds, so nothing was written   2 bad usage   3 undecided   130 interrupted"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's options."""
-    parser.add_argument("line", help="a line that fails, as repeat takes it")
-    parser.add_argument("--reason", required=True, metavar="TEXT", help="what is wrong, and where it is reported")
-    parser.add_argument("--known", metavar="FILE", help="the file to write (default: known_defects.toml beside the adapter's file)")
-    parser.add_argument(
-        "--where",
-        default="",
-        metavar="WORDS",
-        help="words that every case of the defect has, such as 'dtype=fp16 state=zero' (default: all options of the line's case, "
-        "and without --also and --kernel its variant, but no sizes)",
-    )
-    parser.add_argument("--also", action="append", default=[], metavar="LAW", help="another law that it breaks (may be repeated)")
-    parser.add_argument("--times", type=float, metavar="X", help="explain errors up to X times their tolerance (default: any)")
-    parser.add_argument(
-        "--kernel",
-        default="",
-        metavar="KERNEL:NAME=VALUE",
-        help="the defect is in this autotune configuration of a kernel, so that every adapter that launches it may show it",
-    )
 
 
 def put_on_file(options: argparse.Namespace) -> int:
@@ -64,13 +41,13 @@ def put_on_file(options: argparse.Namespace) -> int:
         outcome = ask(run, worker, store, defects=defects)
     store.close()
     if outcome.verdict is Verdict.HOLDS:
-        print_line(f"the line holds, so there is no defect to put on file: {run}", None)
+        print_line(f"the line holds, so there is no defect to put on file: {run}")
         return BROKEN
     if outcome.verdict is not Verdict.BROKEN:
-        print_line(text.outcome_text(run, outcome, described.versions), None)
+        print_line(text.outcome_text(run, outcome, described.versions))
         return UNDECIDED
     if defect := defects.explain(run, outcome):
-        print_line(f"already on file in {defect.file}: {defect.reason} ({defect.run})", None)
+        print_line(f"already on file in {defect.file}: {defect.reason} ({defect.run})")
         return HOLDS
     words = described.versions.split()
     versions = dict(zip(words[::2], words[1::2], strict=False))
@@ -87,10 +64,9 @@ def put_on_file(options: argparse.Namespace) -> int:
         kernel=options.kernel,
     )
     defect = known_entry.add(entry, path)
-    print_line(f"on file in {path}: {defect.reason}", None)
-    print_line("\n".join(text.finding_lines(outcome.findings)), None)
+    print_line(f"on file in {path}: {defect.reason}")
+    print_line("\n".join(text.finding_lines(outcome.findings)))
     print_line(
-        f"  explains     failures of {', '.join(defect.outputs)} in cases with {' '.join(map('='.join, defect.where.items()))}",
-        None,
+        f"  explains     failures of {', '.join(defect.outputs)} in cases with {' '.join(map('='.join, defect.where.items()))}"
     )
     return HOLDS

@@ -1,17 +1,18 @@
 """The verb `launches`: find the kernel launch whose numbers differ."""
 
 import argparse
-import json
-import sys
 
-from verify.adapters.loader import AdapterError
-from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
+from verify.adapters.registry import AdapterError
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
 from verify.cli.options import SWEEP
+from verify.cli.output import print_json
+from verify.cli.terminal import print_error, print_line
 from verify.engine.asking import describe
 from verify.execution.run import Run
 from verify.findings import known
 from verify.gpu import device as devices
+from verify.process.choices import NoGpu
 from verify.process.messages import Launches
 from verify.process.worker import Worker, WorkerLost
 
@@ -40,11 +41,11 @@ def launches(options: argparse.Namespace) -> int:
     if "error" in answer:
         raise AdapterError(answer["error"])
     if options.json:
-        print(json.dumps({"run": str(run), **answer}))
+        print_json({"run": str(run), **answer})
     elif "found" in answer:
         left = [f"not called: {words}" for words in answer["left"]]
-        print("\n  ".join([f"{answer['launches']} launches of {answer['kernels']} kernels", *answer["found"], *left]))
+        print_line("\n  ".join([f"{answer['launches']} launches of {answer['kernels']} kernels", *answer["found"], *left]))
     if not answer.get("found") and not answer.get("launches"):
-        print(f"gdn-verify: {answer.get('reason', 'no Triton kernel was launched')}", file=sys.stderr)
+        print_error(answer.get("reason", "no Triton kernel was launched"))
         return UNDECIDED
     return BROKEN if answer["found"] else HOLDS

@@ -1,16 +1,16 @@
 """The verb `list`: operations, laws, adapters, and what this host can run."""
 
 import argparse
-import json
 from typing import Any
 
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS, every_law
 from properties.path_domain import PathDomain
-from verify.adapters.loader import AdapterError
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.cli import zoo_command as command
 from verify.cli.exits import HOLDS
+from verify.cli.output import print_json
+from verify.cli.terminal import print_line
 from verify.engine.asking import describe
 from verify.engine.profiles import PROFILES
 from verify.gpu import record as gpu_record
@@ -36,40 +36,38 @@ def list_all(options: argparse.Namespace) -> int:
     if options.json:
         laws = {law.name: {"kind": law.kind, "says": law.says} for law in every_law().values()}
         books = {book.name: {"operations": book.operations, "laws": list(book.laws)} for book in BOOKS}
-        print(
-            json.dumps(
-                {
-                    "operations": list(OPERATIONS),
-                    "laws": laws,
-                    "books": books,
-                    "adapters": adapters,
-                    "profiles": {p.name: p.examples for p in PROFILES.values()},
-                    "gpu_gate": gpu_record.status(),
-                }
-            )
+        print_json(
+            {
+                "operations": list(OPERATIONS),
+                "laws": laws,
+                "books": books,
+                "adapters": adapters,
+                "profiles": {p.name: p.examples for p in PROFILES.values()},
+                "gpu_gate": gpu_record.status(),
+            }
         )
         return HOLDS
-    print("operations")
+    print_line("operations")
     for operation in OPERATIONS.values():
         ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
         oracle_only = "" if any(operation.name in book.operations for book in BOOKS) else "  (oracle and bounds only)"
-        print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
+        print_line(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
     for book in BOOKS:
-        print(f"\nlaws of {book.name} (truth: row by row against the float64 truth; exact: bit for bit)")
-        print(f"  of {', '.join(book.operations)}")
+        print_line(f"\nlaws of {book.name} (truth: row by row against the float64 truth; exact: bit for bit)")
+        print_line(f"  of {', '.join(book.operations)}")
         for law in book.laws.values():
             some = f" ({', '.join(law.about)})" if {*law.about} not in (set(), {*book.operations}) else ""
-            print(f"  {law.name:<10} {law.kind:<6} {law.says}{some}")
-    print("\nadapters on this host")
+            print_line(f"  {law.name:<10} {law.kind:<6} {law.says}{some}")
+    print_line("\nadapters on this host")
     for name, description in adapters.items():
         if description["runs"]:
             backward = "forward and backward" if description["domain"].get("backward") else "forward"
             alone = "--ranks N" if description["domain"].get("processes") else "ranks simulated, or --ranks N"
             where = alone if description["shared"] else "interpreted on the CPU"
-            print(f"  {name:<20} {description['algorithm']}, {backward}; {description['versions']}; {where}")
+            print_line(f"  {name:<20} {description['algorithm']}, {backward}; {description['versions']}; {where}")
         else:
-            print(f"  {name:<20} cannot run: {description['reason']}")
-    print(f"  {command.listed()}")
-    print("  my_kernel.py:MyKernel  your own, in any file")
-    print(f"\n{gpu_record.status()}")
+            print_line(f"  {name:<20} cannot run: {description['reason']}")
+    print_line(f"  {command.listed()}")
+    print_line("  my_kernel.py:MyKernel  your own, in any file")
+    print_line(f"\n{gpu_record.status()}")
     return HOLDS

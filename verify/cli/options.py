@@ -1,26 +1,30 @@
-"""Options that several verbs share, and how their values are read."""
+"""Options that several verbs share, and how their values are read. Nothing that this module imports imports torch."""
 
 import argparse
 import contextlib
 import os
 import sys
 
-from oracles.rounding import PRODUCTS
-from properties.books import book_for, every_law
+from oracles import PRODUCTS
+from properties.names import unknown
+from verify.engine.power import KILLS
 from verify.engine.profiles import PROFILES
-from verify.execution import sanitizer
 from verify.findings.store import FOLDER
-from verify.gpu import device as devices
 from verify.gpu import policies
-from verify.ranks.group import BACKENDS
+from verify.process.choices import BACKENDS, DEVICES, TOOLS
 
 SWEEP = "sweep"
+LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
 def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     """Add the options about what to check and where kernels run."""
     parser.add_argument(
-        "--law", action="append", metavar="LAW", help=f"check only this law (may be repeated): {', '.join(every_law())}"
+        "--law",
+        type=law_word,
+        action="append",
+        metavar="LAW",
+        help=f"check only this law (may be repeated): {', '.join(LAWS)}",
     )
     parser.add_argument(
         "--profile",
@@ -39,7 +43,7 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
         help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter declares, else ieee)",
     )
     parser.add_argument(
-        "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+        "--device", choices=DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
     )
     parser.add_argument(
         "--tune",
@@ -58,8 +62,8 @@ def add_sanitize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sanitize",
         nargs="?",
-        const=sanitizer.TOOLS[0],
-        choices=sanitizer.TOOLS,
+        const=TOOLS[0],
+        choices=TOOLS,
         help="run the worker under a tool of NVIDIA's compute-sanitizer; its reports break the law (default memcheck)",
     )
 
@@ -127,6 +131,13 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def law_word(word: str) -> str:
+    """Parse the name of a law."""
+    if word not in LAWS:
+        raise argparse.ArgumentTypeError(unknown("law", word, LAWS))
+    return word
+
+
 def tune_word(word: str) -> str:
     """Parse `--tune`, the configuration of autotuned kernels, into the form that lines use."""
     if word == SWEEP:
@@ -168,5 +179,5 @@ def seconds_word(word: str) -> float:
 
 
 def chosen_laws(options: argparse.Namespace) -> list[str] | None:
-    """The laws that the options name, or None for all. ValueError names an unknown law."""
-    return [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None
+    """The laws that the options name, or None for all."""
+    return list(dict.fromkeys(options.law or ())) or None

@@ -1,25 +1,28 @@
-"""The output of commands: lines, JSON and progress."""
+"""The output of commands: what they keep, JSON and progress."""
 
 import argparse
 import contextlib
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from verify.cli import terminal
+from verify.cli.exits import HOLDS, UNDECIDED
+from verify.cli.terminal import print_error, print_line
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 
+PLAIN_S = 20.0  # without a terminal there is a line of progress at most every so many seconds
 
-def stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | None]:
+
+def stored(options: argparse.Namespace, out: TextIO) -> tuple[Store, Examples | None]:
     """The store of findings and the file of examples. Also prints the lines that were under way when an earlier check died."""
     store = Store(options.findings)
     for line in store.left_behind():
-        print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
+        print_line(f'an earlier check died during: gdn-verify repeat "{line}"', out)
     return store, None if options.no_examples else Examples(options.findings)
 
 
@@ -27,59 +30,85 @@ def print_troubles(store: Store, examples: Examples | None) -> None:
     """Print on stderr what could not be written to disk."""
     for trouble in (store.trouble, examples.trouble if examples else ""):
         if trouble:
-            print(f"gdn-verify: {trouble}", file=sys.stderr)
+            print_error(trouble)
 
 
-@contextlib.contextmanager
-def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A context with a function that writes one JSON line to `place`: a file, "-" for stdout, or None for nowhere.
+def print_json(data: dict[str, Any]) -> None:
+    """Print JSON on stdout, in one line."""
+    terminal.write(json.dumps(data), sys.stdout)
+
+
+class JsonLines:
+    """A file of JSON lines: `place` is its name, "-" for stdout, or None for nowhere. `failed`: a line could not be written.
 
     ValueError, before any work, if the file cannot be opened.
     """
-    if place is None or place == "-":
-        yield lambda data: print_line(json.dumps(data), sys.stdout) if place else None
-        return
-    try:
-        file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed below, after the yield
-    except OSError as error:
-        raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
 
-    def write(data: dict[str, Any]) -> None:
+    def __init__(self, place: str | None) -> None:
+        self._place, self._file, self.failed = place, None, False
+        if place not in (None, "-"):
+            try:
+                self._file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed in __exit__
+            except OSError as error:
+                raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
+
+    def __call__(self, data: dict[str, Any]) -> None:
+        if self._place == "-":
+            print_json(data)
+        if self._file is not None and not self.failed:
+            try:
+                line = (json.dumps(data) + "\n").encode()
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError as error:
+                self.failed = True
+                print_error(f"cannot write to {self._place}: {error.strerror}")
+
+    def code(self, code: int) -> int:
+        """The exit code of a command: `code`, but never 0 if a line is missing in the file."""
+        return UNDECIDED if self.failed and code == HOLDS else code
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def check_writable(option: str, place: str | None) -> None:
+    """Refuse a file that cannot be written, before any work is done. The file is not changed. ValueError names the option."""
+    if place is not None:
         try:
-            file.write((json.dumps(data) + "\n").encode())
+            with open(place, "a", encoding="utf-8"):
+                pass
         except OSError as error:
-            print(f"gdn-verify: cannot write to {place}: {error.strerror}", file=sys.stderr)
-
-    with file:
-        yield write
+            raise ValueError(f"{option} must name a file that can be written, got {place!r}: {error.strerror}") from None
 
 
-def print_line(line: str, out: Any) -> None:
-    """Print a line and flush, so that the reader of a pipe can follow the check."""
-    print(line, file=out, flush=True)
+def write_file(place: str, text: str) -> bool:
+    """Write a file that an option names. Returns whether that worked; if it did not, stderr says why."""
+    try:
+        pathlib.Path(place).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print_error(f"cannot write to {place}: {error.strerror}")
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr for each running law. If stderr is no terminal, a plain line every 20 s at most."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        last = [time.monotonic()]
-
-        def plain(law: str, done: int, of: int) -> None:
-            if time.monotonic() - last[0] > 20:
-                last[0] = time.monotonic()
-                print(f"{law}: {done} of {of} cases", file=sys.stderr, flush=True)
-
-        yield plain
+    if terminal.is_terminal(sys.stderr):
+        with terminal.bars() as move:
+            yield move
         return
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, redirect_stdout=True) as bar:
-        tasks: dict[str, Any] = {}
+    last = time.monotonic()
 
-        def live(law: str, done: int, of: int) -> None:
-            if law not in tasks:
-                tasks[law] = bar.add_task(law, total=of)
-            bar.update(tasks[law], completed=done, total=of, visible=done < of)
+    def plain(law: str, done: int, of: int) -> None:
+        nonlocal last
+        if done < of and time.monotonic() - last > PLAIN_S:
+            last = time.monotonic()
+            print_line(f"{law}: {done} of {of} cases", sys.stderr)
 
-        yield live
+    yield plain

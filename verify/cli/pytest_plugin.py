@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gdn_verify import Shadowed, check_names
+
 if TYPE_CHECKING:
     from verify.process.worker import Worker
 
@@ -99,9 +101,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests that use gdn_law with each pair of adapter and law. Bad options are a UsageError before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
+    try:
+        check_names()
+    except Shadowed as error:
+        raise pytest.UsageError(f"gdn-verify: {error}") from None
     _import_once()
     from properties.books import book_for
-    from verify.adapters.loader import AdapterError, check_spec
+    from verify.adapters.registry import AdapterError, check_spec
     from verify.engine.profiles import PROFILES
 
     config = metafunc.config
@@ -151,8 +157,7 @@ def _laws(adapter: str) -> "Iterable[str]":
     """The laws of an adapter's book. If the adapter cannot be loaded, the laws of rules, so that the tests fail when they run."""
     from properties.books import book_named, book_of
     from properties.rule_laws import LAWS
-    from verify.adapters.loader import AdapterError
-    from verify.adapters.registry import BOOKS_OF_BUILT_IN
+    from verify.adapters.registry import BOOKS_OF_BUILT_IN, AdapterError
     from verify.engine.asking import describe
     from verify.process.worker import Worker
 

@@ -2,17 +2,18 @@
 
 import argparse
 import contextlib
-import json
-import sys
 
-from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
+from verify.cli.output import print_json, print_troubles
+from verify.cli.terminal import print_line
 from verify.engine.asking import ask, describe
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings import report as text
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.process.choices import NoGpu
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 from verify.ranks.torchrun import follow, launched
@@ -52,9 +53,11 @@ def repeat(options: argparse.Namespace) -> int:
                 "findings": [f.to_json() for f in outcome.findings],
             }
         )
-    if store.trouble:
-        print(f"gdn-verify: {store.trouble}", file=sys.stderr)
+    print_troubles(store, None)
     data = {"run": str(run), "versions": versions, **outcome.to_json()}
     del data["reach"]  # that is about the cases of a whole check
-    print(json.dumps(data) if options.json else text.outcome_text(run, outcome, versions))
+    if options.json:
+        print_json(data)
+    else:
+        print_line(text.outcome_text(run, outcome, versions))
     return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)

@@ -5,16 +5,16 @@ import random
 import sys
 import time
 
-from verify.adapters.loader import check_spec
 from verify.cli.exits import INTERRUPTED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
+from verify.cli.output import JsonLines, print_troubles, progress, stored
+from verify.cli.terminal import print_line, width_of
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import known, reach_report
 from verify.findings import report as text
-from verify.findings.law_report import left_out, reach_of
+from verify.findings.law_report import LawReport, left_out, reach_of
 from verify.ranks.torchrun import launched
 
 
@@ -25,7 +25,6 @@ def soak_all(options: argparse.Namespace) -> int:
     if launched() is not None:
         raise ValueError("soak cannot run under torchrun, only check can")
     for spec in options.adapter:
-        check_spec(spec)
         check_installed(spec)
         known.of(spec, options.known)
     asked, place = chosen_laws(options), {spec: device_of(options.device) for spec in options.adapter}
@@ -38,9 +37,15 @@ def soak_all(options: argparse.Namespace) -> int:
     def begun(this: soak.Round) -> None:
         words = [f"--{name} {getattr(options, name)}" for name in ("products", "device", "tune") if getattr(options, name)]
         words += [f"--law {law}" for law in asked or ()]
-        print_line(" ".join([f"round {this.number}: python -m verify {this}", *words]), sys.stderr)
+        print_line(" ".join([f"round {this.number}: gdn-verify {this}", *words]), sys.stderr)
 
-    with json_lines(options.json) as lines, progress() as on_case:
+    def told(report: LawReport) -> None:
+        label = f"{report.adapter} " if len(soaking.specs) > 1 else ""
+        on_case(label + report.law, report.planned, report.planned)  # the law is over
+        if not report.same_as:
+            print_line(text.failure(report, width_of(out, text.WIDTH)), out)
+
+    with JsonLines(options.json) as lines, progress() as on_case:
         soaking = soak.Soak(
             options.adapter,
             asked,
@@ -58,7 +63,7 @@ def soak_all(options: argparse.Namespace) -> int:
             known=options.known,
             on_round=begun,
             on_case=on_case,
-            on_report=lambda report: print_line(text.failure(report), out) if not report.same_as else None,
+            on_report=told,
         )
         with soaking:
             try:
@@ -76,13 +81,14 @@ def soak_all(options: argparse.Namespace) -> int:
     print_troubles(store, examples)
     for spec, description in soaking.described.items():
         reach = reach_of(report for report in soaking.reports if report.adapter == spec)
-        for line in reach_report.report(reach, description.omits, parameters=asked is None):
+        width = width_of(out, reach_report.WIDTH)
+        for line in reach_report.report(reach, description.omits, parameters=asked is None, width=width):
             print_line(f"{spec}  {line}" if len(soaking.described) > 1 else line, out)
     for line in left_out(soaking.reports):
         print_line(line, out)
     print_line("\n".join(text.table(soaking.reports)), out)
-    told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
-    print_line(("interrupted: " if interrupted else "") + told, out)
+    summary = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start, soaking.processes)
+    print_line(("interrupted: " if interrupted else "") + summary, out)
     if notice := text.fault_notice(soaking.reports):
         print_line(notice, out)
-    return INTERRUPTED if interrupted else exit_code(soaking.reports)
+    return INTERRUPTED if interrupted else lines.code(exit_code(soaking.reports))

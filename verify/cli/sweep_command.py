@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import os
 import time
-from typing import Any
+from typing import TextIO
 
 from verify.adapters.packages import installed
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import compilers_of, deadline_of
-from verify.cli.output import json_lines, print_line, progress
+from verify.cli.output import JsonLines, progress
+from verify.cli.terminal import print_line
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
 from verify.findings import known
@@ -17,11 +18,11 @@ from verify.findings.store import Store
 from verify.gpu import policies
 
 
-def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
+def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: TextIO) -> int:
     """Sweep every configuration of every kernel and write the deny-list. Returns the exit code."""
     count = options.workers or max(1, compilers_of(device))
     workers = started(device, count, deadline_of(options))
-    with contextlib.ExitStack() as undo, json_lines(options.json) as lines, progress() as on_case:
+    with contextlib.ExitStack() as undo, JsonLines(options.json) as lines, progress() as on_case:
         for worker in workers:
             undo.callback(worker.close)
         described = describe(spec, workers[0])
@@ -53,7 +54,7 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
         print_line(line, out)
         lines(swept.to_json())
     store.close()
-    return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
+    return lines.code(BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS)
 
 
 def _denied_before(path: str) -> list[policies.Denied]:

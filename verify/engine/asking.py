@@ -17,7 +17,7 @@ from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
 from properties.strategies import Example
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
 from verify.engine.compile_plan import has_keys
 from verify.engine.drawing import seeded
 from verify.execution.run import Run

@@ -1,8 +1,13 @@
-"""The laws of each book by power: how many wrong implementations each law kills. When time is limited, powerful laws come first."""
+"""The laws of each book by power: how many wrong implementations each law kills. When time is limited, powerful laws come first.
+
+These are also the names of all laws for who has not imported torch.
+"""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from properties.books import Book
+if TYPE_CHECKING:
+    from properties.books import Book
 
 # Kills in the first two cases of a law, of the law oracle in the first eight, with seed 0 on 2026-11-24. The zoo's 307 wrong
 # implementations were run in the order of the largest domains, up to the first 100 pairs of a law and a domain. For `history`,
@@ -109,7 +114,7 @@ KILLS: dict[str, dict[str, int]] = {
 }
 
 
-def by_power(book: Book, laws: Iterable[str]) -> list[str]:
+def by_power(book: "Book", laws: Iterable[str]) -> list[str]:
     """The laws, those that kill most wrong implementations first; laws without a count come last, in their order."""
     kills = KILLS.get(book.name, {})
     return sorted(laws, key=lambda law: -kills.get(law, -1))

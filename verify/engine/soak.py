@@ -17,8 +17,9 @@ from verify.engine.asking import Described, describe, started
 from verify.engine.check import Check
 from verify.engine.law_check import Settings, overall
 from verify.engine.profiles import PROFILES, Profile
-from verify.findings.law_report import LawReport, reach_of, seconds
+from verify.findings.law_report import LawReport, reach_of
 from verify.findings.regressions import Examples
+from verify.findings.report import times
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
@@ -98,6 +99,11 @@ class Soak:
     def reports(self) -> list[LawReport]:
         """The reports so far, one for each adapter and law."""
         return list(self._reports.values())
+
+    @property
+    def processes(self) -> int:
+        """How many workers run cases."""
+        return sum(map(len, self._workers.values()))
 
     def describe(self) -> dict[str, Described]:
         """The adapters' declarations. AdapterError if an adapter cannot be loaded."""
@@ -216,14 +222,14 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
     )
 
 
-def summary(reports: Sequence[LawReport], rounds: int, wall_s: float) -> str:
-    """One line: how many laws have each verdict, how many cases were run, and how long it took."""
+def summary(reports: Sequence[LawReport], rounds: int, wall_s: float, processes: int) -> str:
+    """One line: how many laws have each verdict, how many cases were run, how long it took, and in how many processes."""
     counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
     line = f"{told or 'nothing'} of {len(reports)} laws of {adapters} adapter{'s' if adapters > 1 else ''}; {rounds} rounds, "
     line += f"{cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
-    return line + f" ({seconds(reports)})"
+    return f"{line} {times(reports, processes)}"
 
 
 def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:

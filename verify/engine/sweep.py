@@ -99,7 +99,7 @@ class Swept:
         for fault in self.faults:
             text.append(f"WRONG    {' with '.join(f'{kernel} {config}' for kernel, config in fault.policy.picks) or ALL}")
             text += finding_lines(fault.findings)
-            text.append(f'  repeat       python -m verify repeat "{fault.run}"')
+            text.append(f'  repeat       gdn-verify repeat "{fault.run}"')
         return text + [f"UNDECIDED  {reason}" for reason in self.undecided]
 
 

@@ -6,12 +6,12 @@ import sys
 
 from verify.execution.execute import execute
 from verify.execution.run import Run
+from verify.process.choices import SEQUENTIAL
 
 TIMES = 2  # the first run imports modules
 # Seconds for a token. Plain torch takes 0.0001 s, loops over tokens 0.0005 s, and interpreted kernels 0.003 s. The longest cases
 # take at most 20 s with these limits, and a case counts as a hang after 120 s.
 DEAR, DEAR_INTERPRETED = 0.0025, 0.02
-SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
 @dataclasses.dataclass(frozen=True)

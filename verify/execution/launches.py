@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
 from verify.execution.bench import AdapterBench
 from verify.execution.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judging import adapter_of, following

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from oracles.rounding import PRODUCTS
+from oracles import PRODUCTS
 from properties.books import book_for, book_of
 from properties.cases.line import split_line
 from properties.laws import Law
 from properties.strategies import Example
-from verify.adapters.loader import check_spec
-from verify.gpu import device as devices
+from verify.adapters.registry import check_spec
 from verify.gpu import policies
+from verify.process.choices import DEVICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Run:
         if products not in PRODUCTS:
             raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
         device = words.pop("device", "cpu")
-        if device not in devices.DEVICES:
-            raise ValueError(f"device must be one of {', '.join(devices.DEVICES)}, got {device!r}")
+        if device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
         tune = words.pop("tune", "")
         if tune:
             policies.Policy.parse(tune)

@@ -25,12 +25,12 @@ import torch
 
 from verify.execution.guards import UNPOISONED
 from verify.gpu import device as devices
+from verify.process.choices import TOOLS, NoSanitizer
 from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Answering, Worker, WorkerLost
 
 SANITIZER = "sanitizer"  # stands in a finding in place of an output's name
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "compute-sanitizer"
 LOG = "GDN_VERIFY_SANITIZER_LOG"  # environment variable of a worker: the log file of its sanitizer
 SERVES = "verify.execution.sanitizer:answer"
@@ -53,10 +53,6 @@ OF_MEMCHECK = (
 )
 # Switches torch's caching allocator off: it hands out parts of large blocks, and the sanitizer accepts any access inside a block.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-
-class NoSanitizer(Exception):
-    """There is no compute-sanitizer on this host, or it does not work here. The message is one line."""
 
 
 def find() -> str:

@@ -13,7 +13,8 @@ import torch
 
 from properties.books import book_of
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
-from verify.adapters.loader import AdapterError, versions
+from verify.adapters.loader import versions
+from verify.adapters.registry import AdapterError
 from verify.execution import launches, oracle_process
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute

@@ -17,8 +17,7 @@ from properties.books import book_of
 from properties.cases.line import split_line
 from properties.cases.rule_case import Case
 from properties.names import did_you_mean
-from verify.adapters.loader import AdapterError
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.execution.run import Run
 from verify.findings import deny_list
 from verify.findings.deny_list import Denial, Versions

@@ -97,20 +97,6 @@ class LawReport:
         self.oracle_s += outcome.oracle_s
 
 
-def seconds(reports: Iterable[LawReport]) -> str:
-    """Where the seconds of several laws went. What took less than a second goes unmentioned, kernels and the oracle excepted."""
-    reports = list(reports)
-    kernel, oracle, wait, start, shrink = (
-        sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s", "shrink_s")
-    )
-    started = sum(report.started for report in reports)
-    parts = [f"kernels {kernel:.0f} s", f"oracle and bounds {oracle:.0f} s"]
-    parts += [f"waiting for compilers {wait:.0f} s"] if wait >= 1 else []
-    parts += [f"started {started} worker{'s' if started > 1 else ''}, {start:.0f} s"] if start >= 1 else []
-    parts += [f"shrinking {shrink:.0f} s"] if shrink >= 1 else []
-    return ", ".join(parts)
-
-
 def left_out(reports: Iterable[LawReport]) -> list[str]:
     """A line for each entry of the deny-list that changed the draw of a case."""
     counts: collections.Counter[str] = collections.Counter()

@@ -68,17 +68,20 @@ def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     return [str(found) for found in statements.statements(reach.arcs) if not found.complete and found.function not in omits]
 
 
-def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True) -> list[str]:
-    """The lines about a whole check; none if no case was decided. With `parameters` each parameter and its values are listed."""
+def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, width: int = WIDTH) -> list[str]:
+    """The lines about a whole check, of at most `width` columns; none if no case was decided.
+
+    With `parameters` each parameter and its values are listed.
+    """
     if not reach:
         return []
-    lines = _wrapped("looked at      at most ", looked_at(reach))
+    lines = _wrapped("looked at      at most ", looked_at(reach), width)
     constant = [f"{name} always {_words(values)}" for name, values in _parameters(reach) if _is_constant(values)]
     if parameters:
         for function, values_of in reach.functions.items():
             lines.append(f"parameters     of {function}")
             for words, names in _by_words(values_of).items():
-                lines += _wrapped(f"  {', '.join(names)}: ", words)
+                lines += _wrapped(f"  {', '.join(names)}: ", words, width)
     gaps = not_looked_at(reach, omits)
     if hidden := _branches(reach, omits)[MOST_KERNELS:]:
         gaps = [gap for gap in gaps if gap not in hidden]
@@ -87,9 +90,9 @@ def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True) -
         gaps = [*gaps, f"never varied: {', '.join(constant)}"]
     if "sequence" in reach.sizes:
         gaps = [*gaps, f"never longer than {reach.sizes['sequence']} tokens"]
-    lines += _wrapped("not looked at  ", "; ".join(gaps))
+    lines += _wrapped("not looked at  ", "; ".join(gaps), width)
     for name, reason in omits.items():
-        lines += _wrapped("left out       ", f"{name}: {reason}{_contradiction(reach, name)}")
+        lines += _wrapped("left out       ", f"{name}: {reason}{_contradiction(reach, name)}", width)
     return lines
 
 
@@ -137,8 +140,8 @@ def _lines(blocks: list[str]) -> str:
     return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:4]))}{more}"
 
 
-def _wrapped(label: str, words: str) -> list[str]:
+def _wrapped(label: str, words: str, width: int) -> list[str]:
     indent = "                 " if label.startswith(" ") else " " * 15
     return textwrap.wrap(
-        words, WIDTH, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        words, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from properties.cases.line import split_line
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
 from verify.execution.run import Run
 
 FILE = "examples.txt"

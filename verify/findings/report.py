@@ -3,13 +3,14 @@
 import collections
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict, port_of
 
+WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 NOT_ALWAYS = {
     "no": "does not repeat in a fresh process: it may depend on time, memory or the number of calls",
@@ -92,11 +93,14 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
 
 
 def _command(report: LawReport, run: str) -> str:
-    return f'python -m verify repeat {report.under + " " if report.under else ""}"{run}"'
+    return f'gdn-verify repeat {report.under + " " if report.under else ""}"{run}"'
 
 
-def failure(report: LawReport) -> str:
-    """A complete bug report of a broken law. Empty if the report of another law says the same."""
+def failure(report: LawReport, width: int = WIDTH) -> str:
+    """A complete bug report of a broken law. Empty if the report of another law says the same.
+
+    The lines that list what it holds with are at most `width` columns wide.
+    """
     if report.same_as:
         return ""
     lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
@@ -109,7 +113,7 @@ def failure(report: LawReport) -> str:
     if report.neighbours:
         lines += textwrap.wrap(
             "; ".join(report.neighbours),
-            116,
+            width,
             initial_indent="  holds with   ",
             subsequent_indent="               ",
             break_on_hyphens=False,
@@ -161,6 +165,23 @@ def _ratio(finding: Finding) -> str:
     """An output with its ratio of error to tolerance, or with the way in which it fails."""
     number = f"{finding.ratio:.2f}" if finding.ratio < ENDLESS else f"over {ENDLESS:g}"
     return f"{port_of(finding.output)} {number if math.isfinite(finding.ratio) else finding.way}"
+
+
+def times(reports: Iterable[LawReport], processes: int) -> str:
+    """Where the seconds of a check went, in brackets. Kernels and the reference are sums over processes.
+
+    Waiting, new workers and shrinking are mentioned from a second on.
+    """
+    reports = list(reports)
+    kernel, oracle, wait, start, shrink = (
+        sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s", "shrink_s")
+    )
+    started = sum(report.started for report in reports)
+    parts = [f"kernels {kernel:.0f} s", f"oracle and bounds {oracle:.0f} s in {processes} process{'es' if processes != 1 else ''}"]
+    parts += [f"waiting for compilers {wait:.0f} s"] if wait >= 1 else []
+    parts += [f"started {started} worker{'s' if started != 1 else ''}, {start:.0f} s"] if start >= 1 else []
+    parts += [f"shrinking {shrink:.0f} s"] if shrink >= 1 else []
+    return f"({', '.join(parts)})"
 
 
 COLUMNS = ("cases", "holds", "blind", "broken", "unknown")

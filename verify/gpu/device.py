@@ -8,7 +8,6 @@ import torch
 
 from verify.process.worker import NO_GPU
 
-DEVICES = ("cpu", "cuda")
 KEPT = 2**32  # bytes
 CYCLES_PER_MS = 2e6  # no GPU's clock is much faster than 2 GHz
 

@@ -22,7 +22,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from oracles.counter import mix_words
 from properties.cases.line import split_line
 
 _KERNEL = re.compile(r"[\w.%~-]+", re.ASCII)
@@ -169,6 +168,8 @@ def preference(configs: Iterable[str], tune: int, kernel: str) -> list[str]:
 
 @functools.lru_cache(4096)  # computing the number takes about a millisecond, a launch some microseconds
 def _drawn(tune: int, kernel: str) -> int:
+    from oracles.counter import mix_words  # it imports torch, which a command line without a case does not need
+
     return mix_words(tune, kernel)
 
 

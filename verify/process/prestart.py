@@ -1,35 +1,27 @@
-"""Starts the first worker before the command line is parsed, so that both import torch, which takes seconds, at the same time.
+"""Starts the first worker before the command imports torch, which takes seconds, so that both import it at the same time.
 
 This module and what it imports use the standard library alone.
 """
 
+import argparse
 import atexit
-import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from verify.process.worker import NO_GPU, Worker
 
-COMMANDS = ("check", "soak")
-ELSEWHERE = (
-    "-h",
-    "--help",
-    "--ranks",
-    "--deny",
-    "--sanitize",
-    "--path",
-    "--interpreter",
-)  # with these options, the command needs other workers or other environments
+VERBS = ("check", "soak")
+ELSEWHERE = ("ranks", "deny", "sanitize")  # with these options, the command needs other workers or other environments
 Inherited = tuple[list[str], str | None]
 _begun: list[tuple[dict[str, str], Inherited, Worker]] = []
 
 
-def begin(words: Sequence[str]) -> None:
-    """Start the worker that a command line will most likely need. Starts none for other commands or under torchrun."""
-    options = {word.partition("=")[0] for word in words}
-    if words[:1] and words[0] in COMMANDS and not options & {*ELSEWHERE} and "RANK" not in os.environ:
-        environment = dict(NO_GPU) if "cpu" in _device(words) or not os.path.exists("/dev/nvidiactl") else _first_gpu()
+def begin(options: argparse.Namespace) -> None:
+    """Start the worker that a command will most likely need. Starts none for other verbs or under torchrun."""
+    if options.verb in VERBS and not any(getattr(options, name, None) for name in ELSEWHERE) and "RANK" not in os.environ:
+        no_gpu = options.device == "cpu" or not os.path.exists("/dev/nvidiactl")
+        environment = dict(NO_GPU) if no_gpu else _first_gpu()
         worker = Worker(environment=environment)
         worker.launch()
         _begun.append((environment, _inherited(), worker))
@@ -47,14 +39,8 @@ def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
 
 
 def _inherited() -> Inherited:
-    """What a worker inherits from the process that starts it and the command line may change."""
+    """What a worker inherits from the process that starts it and a command may change."""
     return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")  # DENIED of verify/execution/judging.py, which imports torch
-
-
-def _device(words: Sequence[str]) -> set[str]:
-    """The values of --device on the command line, in either form."""
-    following = {after for word, after in itertools.pairwise(words) if word == "--device"}
-    return following | {word.partition("=")[2] for word in words if word.startswith("--device=")}
 
 
 def _first_gpu() -> dict[str, str]:

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from verify.process.choices import BACKENDS
 from verify.process.messages import Answer, Join, Question
 from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
 
-BACKENDS = ("gloo", "nccl")
 GRACE_S = 3.0  # after a rank has failed, how long the others may take to answer if they wait for it
 # A rank whose stack has not changed for so long also counts as waiting: a collective on a GPU returns before it is done.
 LOOK_S = 1.0

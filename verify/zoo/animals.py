@@ -10,65 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from verify.adapters.loader import AnyAdapter, Kind, load
 from verify.adapters.registry import ZOO
+from verify.zoo.incidents import INCIDENTS, LETTERS
 
-# Classes of defects, as in the record of incidents; "-" stands for a mistake that occurs in no recorded incident.
-LETTERS = {
-    "S": "serving state",
-    "C": "context-parallel layout and state",
-    "V": "packing, tails and padding",
-    "X": "compiler and autotune per GPU",
-    "N": "gates, NaN and causality",
-    "I": "int32, out of bounds, grid limits",
-    "T": "tensor parallel, fused in_proj, resharding",
-    "L": "state layout and dtype",
-    "R": "races and hangs",
-    "E": "L2-norm eps",
-    "Q": "non-contiguous inputs",
-    "G": "head mapping",
-    "K": "stale host caches",
-    "F": "autodiff plumbing",
-    "D": "decay index",
-    "-": "no published defect yet",
-}
-# Rows of the record of incidents, with their subjects.
-INCIDENTS = {
-    1: "recurrent state leaks between packed samples",
-    2: "layer called without cu_seqlens",
-    3: "packing with the state visible across samples",
-    4: "context parallel built from an invented cu_seqlens",
-    5: "final state without the gate in a partial chunk",
-    6: "left padding not masked before conv and recurrence",
-    7: "varlen call reads out of bounds",
-    8: "context parallel leaves the GDN layers out",
-    9: "zigzag without relaying the state between shards",
-    10: "contiguous layout, zigzag undone by the all-to-all",
-    11: "context parallel with tail padding: real rows zero",
-    12: "context parallel cannot be built by the public path",
-    13: "sequence parallel: wrong lengths with padding",
-    14: "fused in_proj cut evenly over tensor-parallel ranks",
-    15: "tensor-parallel gradients too large",
-    16: "fused in_proj not split per component to reshard",
-    17: "weights converted raw in a sync",
-    18: "state not passed on where a prefix is cached",
-    19: "freed slots not zeroed, has_initial_state ignored",
-    20: "state write skipped by a decode graph replayed for prefill",
-    21: "speculation reads the wrong state after acceptance",
-    22: "speculation and prefix cache poison later requests",
-    23: "checkpoint of the state taken at the wrong index",
-    24: "padding slot -1 used as an address",
-    25: "state read and written transposed where K = V",
-    26: "state written back in bf16",
-    27: "fp32 state walked with a 2-byte stride",
-    28: "backward wrong on one GPU with one compiler",
-    29: "identical inputs, different outputs",
-    30: "lengths of 1 sent to the chunk kernel",
-    31: "state decayed by another token's gate",
-    32: "deadlock with an initial state and a long tail",
-    33: "a prefix depends on future gates",
-    34: "l2norm eps inside the mean, or as a floor",
-    35: "non-contiguous inputs read as contiguous",
-    36: "cached offsets served for a recycled address",
-}
 _LETTER = re.compile(r"^    letter\b", re.MULTILINE)
 
 

@@ -29,7 +29,8 @@ from verify.findings.known import NO_DEFECTS
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
-from verify.zoo.animals import INCIDENTS, Animal, right_of
+from verify.zoo.animals import Animal, right_of
+from verify.zoo.incidents import INCIDENTS
 
 PROFILE = PROFILES["quick"]
 QUARTER = 4

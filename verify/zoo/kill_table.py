@@ -7,8 +7,8 @@ from typing import Any
 
 from verify.adapters.packages import installed
 from verify.findings.text_table import text_table
-from verify.zoo.animals import INCIDENTS, LETTERS
 from verify.zoo.hunt import IN_FULL, PROFILE, QUARTER, Fate, Hunt, summary
+from verify.zoo.incidents import INCIDENTS, LETTERS
 from verify.zoo.trials import Trial
 
 WIDTH = 132
@@ -68,7 +68,7 @@ def summary_lines(hunt: Hunt) -> list[str]:
 
 
 def _alarms(hunt: Hunt) -> list[str]:
-    return [f'RIGHT CODE REJECTED  python -m verify repeat "{alarm}"' for alarm in dict.fromkeys(hunt.alarms)]
+    return [f'RIGHT CODE REJECTED  gdn-verify repeat "{alarm}"' for alarm in dict.fromkeys(hunt.alarms)]
 
 
 def rule_lines(hunt: Hunt, trials: Sequence[Trial]) -> list[str]:

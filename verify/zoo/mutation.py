@@ -1,12 +1,11 @@
 """Mutation of real kernel source: make every single edit of an adapter's Triton kernels, and find which law sees each.
 
-    python -m verify zoo --mutate fla/chunk --sample 60
+    gdn-verify zoo --mutate fla/chunk --sample 60
 
 Some forward and backward calls show which kernels are launched and which of their statements run. Only these kernels are edited
 (verify/zoo/edits.py). The cases are those that `check` draws, law by law; verify/zoo/mutants.py runs them on the mutants.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -30,8 +29,9 @@ from properties.domain import Domain
 from properties.sizes import MOST, sized
 from properties.strategies import Example
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError, versions
+from verify.adapters.loader import versions
 from verify.adapters.packages import installed
+from verify.adapters.registry import AdapterError
 from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import memo
@@ -236,8 +236,10 @@ def mutate(
 
     By default all mutants are tried whose statement some call runs; or those in `ids`, or those whose list line matches the regular
     expression `grep`. Of these, `sample` are drawn with `seed`. `listing` only prints the mutants. From here on this process
-    interprets Triton kernels. Returns 0 if every mutant is killed or argued to be no defect, 1 if not, 130 if interrupted.
-    AdapterError or ValueError if the adapter or an option is not usable.
+    interprets Triton kernels. AdapterError or ValueError if the adapter or an option is not usable.
+
+    Returns 0 if every mutant is killed or argued to be no defect, 1 if not, 3 if the file `json_to` could not be written, 130 if
+    interrupted.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted on the CPU
     from verify import interpreter
@@ -290,12 +292,18 @@ def mutate(
     for line in left_out(hunt.left_out):
         _print(line)
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
+    written = True
     if json_to:
         data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
-        _write(json_to, "".join(json.dumps(entry) + "\n" for entry in data))
+        try:
+            _write(json_to, "".join(json.dumps(entry) + "\n" for entry in data))
+        except ValueError as error:
+            written = False
+            sys.stderr.write(f"gdn-verify: {error}\n")
     if interrupted:
         return 130
-    return int(any(_column(fate) not in ("killed", "argued") or (fate.state == "killed" and fate.argued) for fate in fates))
+    survived = any(_column(fate) not in ("killed", "argued") or (fate.state == "killed" and fate.argued) for fate in fates)
+    return 1 if survived else 0 if written else 3
 
 
 def _chosen(mutants: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
@@ -331,69 +339,3 @@ def _progress() -> Callable[[str], None]:
             sys.stderr.write(line + "\n")
 
     return say
-
-
-def arguments(parser: argparse._ActionsContainer, positive: Callable[[str], int]) -> None:
-    """Add the options that only mutation has. `positive` parses their numbers."""
-    parser.add_argument(
-        "--sample", type=positive, metavar="N", help="check only so many mutants, spread over all kernels and operators"
-    )
-    parser.add_argument("--id", action="append", metavar="ID", help="check only this mutant (may be repeated)")
-    parser.add_argument("--grep", type=_expression, metavar="RE", help="check only mutants whose lines in --list match")
-    parser.add_argument(
-        "--profile", default="quick", choices=PROFILES, help="use the cases of this profile of check (default quick)"
-    )
-    parser.add_argument("--list", action="store_true", help="print every mutant and check none")
-
-
-def act(options: argparse.Namespace, spec: str) -> int:
-    """Mutate as the options say. Returns the exit code."""
-    return mutate(
-        spec,
-        sample=options.sample,
-        seed=options.seed,
-        ids=options.id or (),
-        grep=options.grep,
-        profile=PROFILES[options.profile],
-        workers=options.workers,
-        deadline_s=float(options.deadline),
-        json_to=options.json,
-        listing=options.list,
-    )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """The command line of this module alone. Returns the exit code."""
-    parser = argparse.ArgumentParser("verify.zoo.mutation", description="Run the laws on mutants of a kernel's source.")
-    parser.add_argument("adapter", help="an adapter whose kernels are in Triton's language")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sample (default 0)")
-    parser.add_argument(
-        "--workers", type=_positive, default=min(os.cpu_count() or 1, 2), metavar="N", help="number of mutants at a time"
-    )
-    parser.add_argument("--deadline", type=_positive, default=30, metavar="S", help="seconds after which a case counts as a hang")
-    parser.add_argument("--json", metavar="FILE", help="also write a JSON line for each mutant to FILE")
-    arguments(parser, _positive)
-    options = parser.parse_args(words)
-    try:
-        return act(options, options.adapter)
-    except (AdapterError, ValueError) as error:
-        sys.stderr.write(f"gdn-verify: {error}\n")
-        return 2
-
-
-def _expression(word: str) -> str:
-    try:
-        re.compile(word)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"must be a regular expression, got {word!r}: {error}") from None
-    return word
-
-
-def _positive(word: str) -> int:
-    if not (word.isdecimal() and int(word)):
-        raise argparse.ArgumentTypeError(f"must be a whole number over 0, got {word!r}")
-    return int(word)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

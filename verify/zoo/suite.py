@@ -11,7 +11,7 @@ A suite is a class in any file:
         def accepts(self, got, reference, inputs):
             return torch.allclose(got["o"].double(), reference["o"], rtol=1e-2, atol=1e-2)
 
-`python -m verify zoo --rule mine.py:Mine` then prints which wrong implementations ("animals") the suite would notice.
+`gdn-verify zoo --rule mine.py:Mine` then prints which wrong implementations ("animals") the suite would notice.
 """
 
 import abc

@@ -1,0 +1,296 @@
+"""The parsers of the command line, one for each verb. They need no torch, so that help and refusals are quick."""
+
+import argparse
+import os
+import re
+from typing import Any, NoReturn
+
+import verify
+from properties.cases.line import split_line
+from properties.names import did_you_mean
+from verify.adapters.libraries import LIBRARIES
+from verify.adapters.registry import OWN, ZOO, check_spec
+from verify.cli.exits import EXITS, EXITS_OF, USAGE
+from verify.cli.options import (
+    add_asking,
+    add_common,
+    add_known,
+    add_ranks,
+    add_sanitize,
+    law_word,
+    minutes_word,
+    positive_word,
+    seed_word,
+    tune_word,
+)
+from verify.cli.terminal import print_error
+from verify.engine.profiles import PROFILES
+from verify.zoo.incidents import LETTERS
+
+# The first part of each published change, by the change's number.
+CLAIMS = {
+    1: "convolution on [b, s, d]",
+    2: "one norm for two",
+    3: "norm in the kernel",
+    4: "one all-to-all for one a sequence",
+    5: "blocks of the decode kernel",
+    6: "FLOPs of the layer",
+}
+CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
+ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports bad usage in one line, without the usage block, and names what may have been meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            text = f"invalid choice: {value!r}{did_you_mean(str(value), choices)}; choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, text)
+
+    def parse_known_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse an unknown option here, where the options of the verb are known."""
+        result, left = super().parse_known_args(arguments, namespace)
+        if unknown := next((word.partition("=")[0] for word in left if word.startswith("-")), None):
+            options = {option.lstrip("-"): option for option in self._option_string_actions}
+            near = did_you_mean(unknown.lstrip("-"), options).replace("mean ", "mean --")
+            self.error(f"unknown option {unknown}{near}")
+        return result, left
+
+    def error(self, message: str) -> NoReturn:
+        print_error(f"{message} (see {self.prog} --help)")
+        raise SystemExit(USAGE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. `act` of what it returns is the module of verify/cli and the function of the verb."""
+    top = _Parser(
+        prog="gdn-verify",
+        description="Check whether a Gated DeltaNet implementation is right on every shape and packing\n"
+        "that it supports, and find the smallest case that fails.",
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
+    parsers = top.add_subparsers(required=True, metavar="{list,check,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb")
+
+    def verb(name: str, act: str, words: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = parsers.add_parser(
+            name, help=words, epilog=EXITS_OF.get(name, EXITS), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        added.set_defaults(act=act)
+        return added
+
+    listing = verb("list", "list_command:list_all", "print operations, laws, adapters, and what this host can run")
+    listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _check(verb("check", "check_command:check", "check an adapter against the laws"))
+    _soak(verb("soak", "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over"))
+    _repeat(verb("repeat", "repeat_command:repeat", "run one printed line again"))
+    _known(verb("known", "known_command:put_on_file", "put a failure on file as a known defect"))
+    _launches(verb("launches", "launches_command:launches", "find the kernel launch that gives other numbers in another call"))
+    _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
+    _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
+    _fetch(verb("fetch", "fetch_command:act", "download the files of a serving library that adapters import"))
+    return top
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuse unknown laws and adapters before torch is imported. ValueError or AdapterError names the nearest.
+
+    Afterwards `adapter` and `line` are the same however they were written.
+    """
+    if options.verb == "check":
+        if (options.adapter is None) == (options.own is None):
+            raise ValueError(f"check needs one adapter: {ADAPTER}")
+        options.adapter = options.adapter or options.own
+        check_spec(options.adapter)
+    for spec in options.adapter if options.verb == "soak" else ():
+        check_spec(spec)
+    if "line" in options:
+        options.line = " ".join(options.line)
+        words = split_line(options.line)
+        if "law" in words:
+            try:
+                law_word(words["law"])
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(str(error)) from None
+        if "adapter" in words:
+            check_spec(words["adapter"])
+    if options.verb == "zoo":
+        for name in options.names:
+            check_spec(name if ".py" in name else ZOO + name.removeprefix(ZOO))
+        if options.mutate:
+            check_spec(options.mutate)
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", nargs="?", help=ADAPTER)
+    parser.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the adapter, as an option")
+    add_asking(parser, "default quick; gpu on a GPU")
+    parser.add_argument("--seed", type=seed_word, help="seed of the cases (default 0; with the profile soak random, and printed)")
+    parser.add_argument(
+        "--climb",
+        action="store_true",
+        help="draw half of the cases as variations of those with the largest errors so far, as soak does",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=minutes_word,
+        metavar="M",
+        help="begin no case after M minutes (default: no limit); the laws that find most come first",
+    )
+    parser.add_argument(
+        "--strict-reach",
+        action="store_true",
+        help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
+    )
+    add_ranks(parser)
+    add_sanitize(parser)
+    add_common(parser)
+    add_known(parser)
+
+
+def _soak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", nargs="+", help="adapters, as for check")
+    parser.add_argument(
+        "--minutes", type=minutes_word, default=30.0, metavar="M", help="minutes that the rounds may take (default 30)"
+    )
+    add_asking(parser, "default: more from round to round")
+    parser.add_argument("--seed", type=seed_word, help="seed of the rounds (default: random, and printed)")
+    add_common(parser)
+    add_known(parser)
+
+
+def _line(parser: argparse.ArgumentParser, words: str) -> None:
+    parser.add_argument("line", nargs="+", metavar="LINE", help=f"{words}; in quotes or not")
+
+
+def _repeat(parser: argparse.ArgumentParser) -> None:
+    _line(parser, 'the line after "repeat" in a failure: law=... adapter=... lengths=...')
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_ranks(parser)
+    add_sanitize(parser)
+    add_common(parser, examples=False)
+    parser.add_argument(
+        "--no-examples",
+        action="store_true",
+        help="accepted as for check; without effect, because repeat runs and stores no examples",
+    )
+
+
+def _known(parser: argparse.ArgumentParser) -> None:
+    _line(parser, "a line that fails, as repeat takes it")
+    parser.add_argument("--reason", required=True, metavar="TEXT", help="what is wrong, and where it is reported")
+    parser.add_argument("--known", metavar="FILE", help="the file to write (default: known_defects.toml beside the adapter's file)")
+    parser.add_argument(
+        "--where",
+        default="",
+        metavar="WORDS",
+        help="words that every case of the defect has, such as 'dtype=fp16 state=zero' (default: all options of the line's case, "
+        "and without --also and --kernel its variant, but no sizes)",
+    )
+    parser.add_argument("--also", action="append", default=[], metavar="LAW", help="another law that it breaks (may be repeated)")
+    parser.add_argument("--times", type=float, metavar="X", help="explain errors up to X times their tolerance (default: any)")
+    parser.add_argument(
+        "--kernel",
+        default="",
+        metavar="KERNEL:NAME=VALUE",
+        help="the defect is in this autotune configuration of a kernel, so that every adapter that launches it may show it",
+    )
+    add_common(parser, keeps=False, examples=False)
+
+
+def _launches(parser: argparse.ArgumentParser) -> None:
+    _line(parser, "a line with device=cuda, as repeat takes it")
+    parser.add_argument("--calls", type=positive_word, default=4, metavar="N", help="calls with the same inputs (default 4)")
+    parser.add_argument(
+        "--beside",
+        type=tune_word,
+        action="append",
+        metavar="NUMBER|native",
+        help="also call with the configurations that this number draws (may be repeated); those that the line names stay",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_common(parser, keeps=False, examples=False)
+
+
+def _zoo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="run only these animals, or your own as FILE.py:CLASS (default: all)"
+    )
+    parser.add_argument("--law", type=law_word, action="append", metavar="LAW", help="check only this law (may be repeated)")
+    parser.add_argument(
+        "--letter", action="append", choices=LETTERS, help="run only animals of this class of defects (may be repeated)"
+    )
+    parser.add_argument("--seed", type=seed_word, default=0, help="seed of the cases (default 0)")
+    parser.add_argument(
+        "--workers",
+        type=positive_word,
+        default=min(os.cpu_count() or 1, 4),
+        help="number of processes (default: one for each core, at most 4)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=positive_word,
+        default=10,
+        metavar="S",
+        help="seconds after which a run counts as a hang, which is a kill (default 10)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE")
+    parser.add_argument("--html", metavar="FILE", help="also write one self-contained page to FILE (needs the extra zoo)")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        metavar="SUITE",
+        help="run a test suite on the animals: your inputs and acceptance rule as FILE.py:NAME, the name of a published suite, "
+        "or all of those (may be repeated)",
+    )
+    mutants = parser.add_argument_group("mutants of a kernel's own source, in place of animals")
+    mutants.add_argument(
+        "--mutate", metavar="ADAPTER", help="edit the Triton kernels that this adapter launches, at one place in each mutant"
+    )
+    mutants.add_argument(
+        "--sample", type=positive_word, metavar="N", help="check only so many mutants, spread over all kernels and operators"
+    )
+    mutants.add_argument("--id", action="append", metavar="ID", help="check only this mutant (may be repeated)")
+    mutants.add_argument("--grep", type=_expression, metavar="RE", help="check only mutants whose lines in --list match")
+    mutants.add_argument(
+        "--profile", default="quick", choices=PROFILES, help="use the cases of this profile of check (default quick)"
+    )
+    mutants.add_argument("--list", action="store_true", help="print every mutant and check none")
+
+
+def _expression(word: str) -> str:
+    try:
+        re.compile(word)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"must be a regular expression, got {word!r}: {error}") from None
+    return word
+
+
+def _claims(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--claim",
+        type=int,
+        choices=CLAIMS,
+        action="append",
+        help="only this claim (may be repeated): " + ", ".join(f"{claim} {name}" for claim, name in CLAIMS.items()),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"use fewer sizes and rounds, and tune kernels over at most {CONFIGURATIONS} configurations",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted, with tiny sizes, whose times mean nothing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    parser.add_argument("--path", metavar="DIR", help="look for modules in this folder first, such as SGLang's files")
+
+
+def _fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("library", choices=LIBRARIES, help="the library")
+    parser.add_argument("--to", metavar="DIR", help="the folder for its files (default .gdn-verify/libraries/LIBRARY)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
