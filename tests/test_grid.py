@@ -79,6 +79,7 @@ def test_results_of_every_adapter_are_the_same_bits(planted: dict[str, Any]) -> 
 # What the patches stand on: Triton's interpreter as it is in the versions with which these tests have passed.
 INTERPRETERS = {
     "3.7.1": "cdeca087f97ed6aa",
+    "3.8.0": "a17550ad6c58a2d9",
     "3.9.0": "5af8debc8c2a858e",
 }
 
