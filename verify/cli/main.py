@@ -33,7 +33,7 @@ from verify.cli.output import progress
 from verify.cli.repeat_command import repeat as repeat_line
 from verify.cli.soak_command import soak_all
 from verify.execution import sanitizer
-from verify.interpreter import SEQUENTIAL
+from verify.interpreter import SEQUENTIAL, UnknownTriton
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AdapterError, ValueError) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return USAGE
-    except (NoGpu, sanitizer.NoSanitizer) as error:
+    except (NoGpu, UnknownTriton, sanitizer.NoSanitizer) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return UNDECIDED
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import sys
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
-from verify.engine.asking import ask, describe
+from verify.engine.asking import ask, describe, interpreted
 from verify.execution.run import Run
 from verify.findings import report as text
 from verify.findings.store import Store
@@ -37,7 +37,10 @@ def repeat(options: argparse.Namespace) -> int:
     with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:
         if sanitizer is not None:
             sanitizer.prove(worker)
-        versions = describe(run.adapter, worker).versions
+        described = describe(run.adapter, worker)
+        versions = described.versions
+        if warning := interpreted(described, run.device, deadline_of(options)):
+            print(f"gdn-verify: {warning}", file=sys.stderr)
         outcome = ask(run, worker, store)
     store.close()
     if outcome.verdict is Verdict.BROKEN:

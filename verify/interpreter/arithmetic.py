@@ -77,9 +77,7 @@ def patch_arithmetic() -> None:
     builder = get("interpreter.interpreter_builder")
     options = builder.options
     precisions = dict.fromkeys((*options.allowed_dot_input_precisions, "bf16x3", "bf16x6"))
-    builder.options = dataclasses.replace(
-        options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False
-    )
+    builder.options = dataclasses.replace(options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False)
 
 
 def tree_levels() -> dict[Any, Any]:

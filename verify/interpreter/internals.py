@@ -40,7 +40,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("add", "binary_op_type_checking_impl", "broadcast_impl_value", "builder", "cast", "equal", "floordiv", "greater_equal"),
         *("greater_than", "less_equal", "less_than", "mod", "mul", "not_equal", "scalar_constant", "sub", "to_tensor", "truediv"),
     ),
-    "triton.language.core": ("_aggregate", "_unwrap_if_constexpr", "associative_scan", "is_builtin", "reduce"),
+    "triton.language.core": ("_unwrap_if_constexpr", "associative_scan", "is_builtin", "reduce"),
     "triton.language.core:block_type": ("__init__", "element_ty", "name", "numel", "shape"),
     "triton.language.core:tensor": ("T", "__bool__", "__index__", "__init__", "dtype", "handle", "numel", "shape", "type"),
     "triton.language.standard": (
@@ -121,6 +121,11 @@ def on_host(executor: Any, positional: Any, named: Any) -> Any:
 def back_on_device(executor: Any, positional: Any, hosted: Any, named: Any, hosted_named: Any) -> None:
     """Copy what a launch wrote back to the arguments of its caller."""
     executor._restore_args_dev(positional, hosted, named, hosted_named)
+
+
+def compiled(rewriter: Any, source: str) -> Any:
+    """The Python function that the interpreter makes of a kernel's source."""
+    return rewriter._compile_and_exec(rewriter._transform_ast(source))
 
 
 def is_aggregate(value: Any) -> bool:

@@ -66,7 +66,7 @@ def handle_of(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> An
     return handle
 
 
-class GridBuilder(Builder):  # type: ignore[misc]
+class GridBuilder(Builder):  # type: ignore[misc, valid-type]
     """The builder that Triton's frontend calls for each operation of the language. It acts on all running programs.
 
     `coordinates` are the running programs' ids along the three axes of the grid. `effects` counts the stores and atomics so far.

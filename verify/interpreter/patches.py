@@ -15,6 +15,7 @@ from verify.interpreter.arithmetic import patch_arithmetic, patch_reductions
 from verify.interpreter.internals import combines, get, put
 from verify.interpreter.language import patch_language, patch_operands, patch_types
 from verify.interpreter.memory import OutOfBounds, span_of, tensors_of
+from verify.interpreter.self_test import TRITONS, trouble
 
 # Wrappers split work among the multiprocessors that the driver reports, and assume one without a driver. With one, the code for
 # the second and later parts would never run. With four, parts begin inside blocks of others, as on a device.
@@ -22,18 +23,19 @@ MULTIPROCESSORS = 4
 
 
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # an environment variable; "sequential" makes programs run one after another
-TRITONS = ("3.7.1", "3.8.0", "3.9.0")  # the versions with which all tests of the interpreter have passed
+refusal = ""  # why this process interprets no kernel; each launch raises it
+refused = False  # whether a launch was refused
 
 
 class UnknownTriton(Exception):
     """A kernel cannot be interpreted: not with the installed version of Triton, or not at all."""
 
 
-def patch() -> bool:
+def patch(*, tested: bool = False) -> bool:
     """Patch Triton's interpreter so that it computes as a GPU does.
 
-    Returns True if this call patched it, False if it was patched before or the version of Triton is unknown. RuntimeError if Triton
-    is already imported for compilation.
+    Returns True if this call patched it, False if it was patched before, or if the installed Triton is not tested and its self-test
+    fails. With `tested`, no self-test is run. RuntimeError if Triton is already imported for compilation.
     """
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -47,7 +49,9 @@ def patch() -> bool:
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
-    if triton.__version__ not in TRITONS:
+    global refusal
+    refusal = "" if tested or triton.__version__ in TRITONS else trouble(triton.__version__)
+    if refusal:
         put("InterpretedFunction.run", _refuse)
         triton.runtime.driver.set_active(_RefusingDriver())
         return False
@@ -63,12 +67,13 @@ def patch() -> bool:
 
 
 def _refuse(*_: Any, **__: Any) -> None:
-    installed = sys.modules["triton"].__version__
-    raise UnknownTriton(f"Triton {installed} is installed, and kernels are interpreted with {' or '.join(TRITONS)} only")
+    global refused
+    refused = True
+    raise UnknownTriton(refusal)
 
 
 class _RefusingDriver:
-    """A Triton driver for unknown versions. It refuses too, because wrappers look at the device before they launch."""
+    """A Triton driver for versions that cannot be used. It refuses too, because wrappers look at the device before they launch."""
 
     def __getattr__(self, name: str) -> Any:
         _refuse()
