@@ -17,8 +17,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 
-from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, install
+from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, UnknownTriton, install
 
 install()
 from verify.interpreter import grid, launch, memory, operations, races  # noqa: E402 - these need a patched interpreter
@@ -315,6 +316,14 @@ def extremes_kernel(x, y, n):
 
 
 @triton.jit
+def assigned_kernel(x, y, n):
+    """The same in the value of an assignment."""
+    i = tl.program_id(0)
+    least = min(tl.load(x + i) * float("nan"), 0.5)
+    tl.store(y + i, least)
+
+
+@triton.jit
 def max(a, b):  # noqa: A001 - a module's own function is what a kernel calls by this name
     return a + b
 
@@ -437,6 +446,13 @@ def described_kernel(x, y, n):
     i = tl.program_id(0)
     d = tl.make_tensor_descriptor(x, shape=[N, 4], strides=[4, 1], block_shape=[1, 4])
     tl.store(y + i * 4 + tl.arange(0, 4)[None, :], d.load([i, 0]))
+
+
+@triton.jit
+def atomic_load_kernel(x, y, n):
+    """Triton has such loads since 3.9."""
+    i = tl.program_id(0)
+    tl.atomic_store(y + i, tl.atomic_load(x + i))
 
 
 @triton.jit
@@ -582,7 +598,12 @@ def check_types_that_part() -> None:
 
 
 def check_block_pointers() -> None:
-    same(blocks_kernel, ROWS=2)
+    if Version(triton.__version__) < Version("3.9"):
+        same(blocks_kernel, ROWS=2)
+        return
+    x = numbers()
+    with pytest.raises(UnknownTriton, match="Block pointers have been removed"):
+        blocks_kernel[(N,)](x, x, 11, ROWS=2)
 
 
 def check_operations() -> None:
@@ -600,6 +621,7 @@ def check_what_cannot_run_together() -> None:
         (swap_kernel, "atomic_cas"),
         (described_kernel, "descriptor"),
         (odd_kernel, "between two elements"),
+        *([(atomic_load_kernel, "atomic load")] if hasattr(tl, "atomic_load") else []),
     ):
         launch.one_by_one.clear()
         same(kernel, together=False)
@@ -644,6 +666,9 @@ def check_transposed_views() -> None:
 
 def check_extremes() -> None:
     same(extremes_kernel)
+    for how in ("grid", "sequential"):
+        y, raised = ran(assigned_kernel, numbers(), torch.zeros(N), 11, how)
+        assert (raised, y.tolist()) == ("", [0.5] * N), (raised, y)
     same(own_extremes_kernel)
 
 

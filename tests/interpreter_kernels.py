@@ -4,10 +4,12 @@ With GDN_VERIFY_PLAIN in the environment the interpreter is Triton's own, unpatc
 """
 
 import itertools
+import math
 import os
 import traceback
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 
 raw_exp = tl.exp  # Bound before the shim, as by a module that a caller imported first.
 
@@ -440,10 +443,27 @@ def check_div() -> None:
 
 def check_fma() -> None:
     x, y = pairs()
-    same(binary("fma", BF16, x, y), (x.float() * y.float() + x.float()).to(BF16))
-    # The product rounds with the sum, not before it.
-    x, y = (t[t.isfinite() & (t.abs() < 200) & (t.abs() > 1e-2)][:2048].to(F16) for t in pairs())
-    same(binary("fma", F16, x, y), (x.double() * y.double() + x.double()).to(F16))
+    same(binary("fma", BF16, x, y), rounded_once(x, y, BF16))
+    # The product rounds with the sum, not before it, and the sum once: near the middle of two numbers, too.
+    for dtype, digits in ((BF16, 8), (F16, 11), (F32, 24)):
+        unit = 2.0 ** (1 - digits)
+        x = (1 + unit * torch.randint(2 ** (digits - 1), (256,), generator=torch.Generator().manual_seed(1))).to(dtype)
+        y = torch.tensor([1 + unit, 1 - unit / 2, unit / 2, -unit / 2, unit**3, -(unit**3), unit**2, 3 * unit]).to(dtype)
+        x, y = x.repeat_interleave(8), y.repeat(256)
+        same(binary("fma", dtype, x, y), rounded_once(x, y, dtype))
+
+
+def rounded_once(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * y + x, rounded to nearest in exact arithmetic where all numbers are normal, and by torch otherwise."""
+    digits, least = {BF16: (8, -126), F16: (11, -14), F32: (24, -126)}[dtype]
+    found = (x.double() * y.double() + x.double()).to(dtype)
+    for place, (one, other) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
+        if math.isfinite(one) and math.isfinite(other) and (exact := Fraction(one) * Fraction(other) + Fraction(one)):
+            exponent = math.frexp(float(exact))[1]
+            if least < exponent < 120:
+                unit = Fraction(2) ** (exponent - digits)
+                found[place] = float(round(exact / unit) * unit)
+    return found
 
 
 def check_minimum_and_maximum() -> None:
@@ -497,8 +517,13 @@ def check_annotated_arguments() -> None:
 
 def check_clamp() -> None:
     x = every_bf16()
-    x = x[~x.isnan()][: 2**15]
-    same(unary("clamp", x), x.clamp(-1.5, 2.5))
+    same(unary("clamp", x), torch.where(x.isnan(), torch.tensor(-1.5, dtype=BF16), x.clamp(-1.5, 2.5)))
+
+
+def check_sums_of_one_bit() -> None:
+    x, y = torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])
+    for op in ("add", "sub"):
+        same(binary(op, torch.bool, x, y), x != y)
 
 
 def check_shapes() -> None:
@@ -728,7 +753,7 @@ def check_pointers_made_from_integers_are_let_go() -> None:
 
 def check_blocks_outside_of_a_tensor_raise() -> None:
     # Triton 3.9 has no block pointers any more, and descriptors instead.
-    for described in (False, True) if hasattr(triton.runtime.interpreter, "BlockPointerHandle") else (True,):
+    for described in (False, True) if Version(triton.__version__) < Version("3.9") else (True,):
         x, y = memories(24, 16)
         want = torch.cat([x[16:], torch.zeros(8)])
         block_kernel[(1,)](x, y, 6, 4, CHECKED=True, DESCRIBED=described)

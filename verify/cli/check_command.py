@@ -146,6 +146,8 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     settings = checking.settings
     print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
     print_line("\n".join([*described.lines(), *_files_of(checking.defects)]), out)
+    if warning := checking.warning():
+        print_line(f"gdn-verify: {warning}", sys.stderr)
     try:
         checking.run()
     except ValueError as error:

@@ -18,7 +18,7 @@ from verify.cli.options import find_in
 from verify.cli.parsers import parser, refuse
 from verify.cli.terminal import Unwritable, print_error
 from verify.process import prestart
-from verify.process.choices import SEQUENTIAL, NoGpu, NoSanitizer
+from verify.process.choices import SEQUENTIAL, NoGpu, NoInterpreter, NoSanitizer
 from verify.process.fork_server import importing
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AdapterError, Shadowed, ValueError) as error:
         print_error(str(error))
         return USAGE
-    except (NoGpu, NoSanitizer) as error:
+    except (NoGpu, NoInterpreter, NoSanitizer) as error:
         print_error(str(error))
         return UNDECIDED
     except KeyboardInterrupt:

@@ -45,15 +45,20 @@ class LawItem:
         from verify.findings import report as text
         from verify.findings.regressions import Examples
         from verify.findings.store import Store
+        from verify.process.choices import NoInterpreter
         from verify.process.outcome import Verdict
 
         store, examples = Store(self.findings), Examples(self.findings, asked=self.remembers)
         tune = str(self.seed) if self.device == "cuda" else ""
         settings = Settings(self.adapter, [self.law], PROFILES[self.profile], self.seed, self.device, tune)
         with Check(settings, [self.worker], store, examples=examples) as check:
+            try:
+                warning = check.warning()
+            except NoInterpreter as error:
+                pytest.fail(str(error), pytrace=False)
             (report,) = check.run()
         looked_at = [f"looked at: at most {reach_report.looked_at(report.reach)}"] if report.reach else []
-        for line in (*report.known, *looked_at, *filter(None, (store.trouble, examples.trouble))):
+        for line in (*report.known, *looked_at, *filter(None, (warning, store.trouble, examples.trouble))):
             print(line)
         if report.verdict is Verdict.BROKEN:
             pytest.fail(text.failure(report), pytrace=False)

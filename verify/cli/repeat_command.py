@@ -6,8 +6,8 @@ import contextlib
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
 from verify.cli.output import print_json, print_troubles
-from verify.cli.terminal import print_line
-from verify.engine.asking import ask, describe
+from verify.cli.terminal import print_error, print_line
+from verify.engine.asking import ask, describe, interpreted
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings import report as text
@@ -40,6 +40,8 @@ def repeat(options: argparse.Namespace) -> int:
         if sanitizer is not None:
             sanitizer.prove(worker)
         described = describe(run.adapter, worker)
+        if warning := interpreted(described, run.device, deadline_of(options)):
+            print_error(warning)
         versions, defects = described.versions, known.of(run.adapter).on(described.device)
         outcome = ask(run, worker, store, defects=defects.deny_list)
     store.close()

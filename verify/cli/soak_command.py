@@ -70,6 +70,8 @@ def soak_all(options: argparse.Namespace) -> int:
                 for spec, description in soaking.describe().items():
                     where = f", on {description.device}" if description.device else ""
                     print_line(f"{spec}  {description.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
+                for warning in soaking.warnings:
+                    print_line(f"gdn-verify: {warning}", sys.stderr)
                 try:
                     soaking.run(60 * options.minutes)
                 except ValueError as error:

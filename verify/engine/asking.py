@@ -3,6 +3,7 @@
 If a worker is lost (it crashes or hangs), that is an outcome like any other, not an exception.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -17,6 +18,7 @@ from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
 from properties.strategies import Example
+from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
 from verify.engine.compile_plan import has_keys
 from verify.engine.drawing import seeded
@@ -25,8 +27,10 @@ from verify.execution.shared_bounds import LAW as POOLS
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.interpreter.self_test import TRITONS, notice
 from verify.process import prestart
-from verify.process.messages import Cost, Describe, Description, RunMany, RunOne
+from verify.process.choices import NoInterpreter
+from verify.process.messages import Cost, Describe, Description, Interprets, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import RankGroup
@@ -39,6 +43,7 @@ BATCH, TRUTHS = 32, 4
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, the one with about so many tokens shows what a token costs
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
+_WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter
 _COSTS: weakref.WeakKeyDictionary[Asked, dict[str, tuple[str, bool]]] = weakref.WeakKeyDictionary()  # of each worker, by adapter
 
 
@@ -130,6 +135,41 @@ def with_sizes(described: Described, worker: Asked, device: str, *, large: bool 
     return dataclasses.replace(described, domain=domain)
 
 
+def interpreted(described: Described, device: str, deadline_s: float) -> str:
+    """A warning if the adapter launches kernels that an untested Triton interprets; "" otherwise.
+
+    NoInterpreter if this Triton cannot interpret them. With a tested Triton, or on a GPU, nothing is run. Otherwise a process runs
+    short cases until one launches a kernel: plain torch works with every Triton.
+    """
+    triton = installed("triton")
+    if device != "cpu" or triton is None or triton in TRITONS:
+        return ""
+    if described.spec not in _WARNINGS:
+        _WARNINGS[described.spec] = _warning(described, triton, deadline_s)
+    return _WARNINGS[described.spec]
+
+
+def _warning(described: Described, triton: str, deadline_s: float) -> str:
+    with Worker(deadline_s, environment=devices.environment("cpu")) as worker, contextlib.suppress(WorkerLost):
+        for run in _probes(described):
+            answer = worker.ask(Interprets(str(run)))
+            if answer.get("launches"):
+                if answer["refusal"]:
+                    raise NoInterpreter(answer["refusal"])
+                return notice(triton)
+    return ""
+
+
+def _probes(described: Described) -> list[Run]:
+    """Runs of a few cases, those with about PROBE_TOKENS tokens first."""
+    examples = list[Example]()
+    book = book_of(described.domain)
+    law = "oracle" if "oracle" in book.laws else next(iter(book.laws))
+    seeded(book.laws[law].draw(described.domain), 0, PROBES, examples.append)
+    examples.sort(key=lambda example: (abs(example.case.tokens - PROBE_TOKENS), str(example)))
+    return [Run(law, described.spec, example) for example in examples]
+
+
 def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
     """What a token costs, and whether a crowd is affordable (`TokenCost`), measured with a short case in the worker.
 
@@ -137,11 +177,8 @@ def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
     """
     costs = _COSTS.setdefault(worker, {})
     if described.spec not in costs:
-        examples = list[Example]()
-        seeded(book_of(described.domain).laws["oracle"].draw(described.domain), 0, PROBES, examples.append)
-        example = min(examples, key=lambda example: (abs(example.case.tokens - PROBE_TOKENS), str(example)))
         try:
-            answer = worker.ask(Cost(str(Run("oracle", described.spec, example))))
+            answer = worker.ask(Cost(str(_probes(described)[0])))
         except WorkerLost:
             answer = {}
         costs[described.spec] = answer.get("cost", "slow"), answer.get("crowd", False)

@@ -9,7 +9,7 @@ from typing import Any
 from properties.books import book_of
 from properties.trace_domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
-from verify.engine.asking import Asked, Described, describe, started, with_sizes
+from verify.engine.asking import Asked, Described, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
@@ -56,6 +56,7 @@ class Check:
         self.unfinished: list[LawReport] = []
         self.cases: list[Any] = []
         self.described: Described | None = None
+        self._warning: str | None = None
         defects = known.of(settings.adapter, settings.known) if defects is None else defects
         self.defects = defects if isinstance(defects, KnownDefects) else KnownDefects(defects)
         self._compilers = _compilers(settings)
@@ -97,6 +98,12 @@ class Check:
             self.defects = self.defects.on(self.described.device)
         return self.described
 
+    def warning(self) -> str:
+        """A warning if an untested Triton interprets the adapter's kernels. NoInterpreter if this Triton cannot."""
+        if self._warning is None:
+            self._warning = interpreted(self.describe(), self.settings.device, self.settings.deadline_s)
+        return self._warning
+
     def share_gpus(self, domain: object) -> None:
         """Start more workers on the same GPUs for a serving engine, because the CPU limits how many traces run in a second.
 
@@ -113,6 +120,7 @@ class Check:
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
         settings = self.settings
+        self.warning()
         self.described = described = with_sizes(self.describe(), self.workers[0], settings.device, large=settings.profile.large)
         domain = described.domain
         self.share_gpus(domain)

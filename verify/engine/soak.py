@@ -13,7 +13,7 @@ from typing import Any
 from oracles.counter import mix_words
 from properties.books import book_of
 from properties.path_domain import PathDomain
-from verify.engine.asking import Described, describe, started
+from verify.engine.asking import Described, describe, interpreted, started
 from verify.engine.check import Check
 from verify.engine.law_check import Settings, overall
 from verify.engine.profiles import PROFILES, Profile
@@ -84,6 +84,7 @@ class Soak:
         self._devices: dict[str, str] = {}
         self._reports: dict[tuple[str, str], LawReport] = {}
         self.described: dict[str, Described] = {}
+        self.warnings: list[str] = []
         self.rounds = 0
 
     def __enter__(self) -> "Soak":
@@ -106,7 +107,10 @@ class Soak:
         return sum(map(len, self._workers.values()))
 
     def describe(self) -> dict[str, Described]:
-        """The adapters' declarations. AdapterError if an adapter cannot be loaded."""
+        """The adapters' declarations.
+
+        AdapterError if an adapter cannot be loaded, NoInterpreter if the installed Triton cannot interpret its kernels.
+        """
         for spec in self.specs:
             if spec in self.described:
                 continue
@@ -114,6 +118,8 @@ class Soak:
             described = describe(spec, self._started(device)[0])
             self._devices[spec] = device
             self.described[spec] = described
+            if warning := interpreted(described, device, self.deadline_s):
+                self.warnings = [warning]
             for law in self.laws or book_of(described.domain).about(described.domain.operation):
                 self._reports[spec, law] = LawReport(law, spec, Verdict.UNKNOWN, reason="no case was run")
         return self.described

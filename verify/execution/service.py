@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from properties.books import book_of
+from verify import interpreter
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
@@ -27,7 +28,20 @@ from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.process import messages
 from verify.process.fork_server import importing
-from verify.process.messages import Answer, Compile, Cost, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
+from verify.process.messages import (
+    Answer,
+    Compile,
+    Cost,
+    Describe,
+    Description,
+    Interprets,
+    Join,
+    Launches,
+    Refuse,
+    RunMany,
+    RunOne,
+    Tunings,
+)
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
 from verify.ranks.merge import IDLE, left
@@ -92,6 +106,11 @@ def _cost(asked: Cost) -> Answer:
     return dataclasses.asdict(cost_of(Run.parse(asked.line)))
 
 
+def _interprets(asked: Interprets) -> Answer:
+    execute(Run.parse(asked.line))
+    return {"launches": interpreter.has_launched(), "refusal": interpreter.patches.refusal}
+
+
 def _compile(asked: Compile) -> Answer:
     with autotune.leaving_out(asked.left_out):
         compiled(Run.parse(asked.line))
@@ -152,6 +171,7 @@ _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
     Compile: _compile,
     Cost: _cost,
     Describe: _describe,
+    Interprets: _interprets,
     Join: _join,
     Launches: _launches,
     Refuse: _refuse,

@@ -11,6 +11,8 @@ import os
 import pathlib
 from typing import Any
 
+from verify.interpreter.self_test import triton_cache
+
 FOLDER = "gdn-verify-notes"
 
 
@@ -43,12 +45,6 @@ class Notes:
 
     def _file(self, folder: pathlib.Path, words: tuple[Any, ...]) -> pathlib.Path:
         return folder / _digest(self.versions, *words)
-
-
-def triton_cache() -> pathlib.Path:
-    """The folder of Triton's cache, found in the same way as Triton finds it."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    return pathlib.Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
 
 
 def _digest(*words: Any) -> str:

@@ -3,8 +3,10 @@
 `patches` corrects what Triton's interpreter does differently from a GPU, with `language`, `arithmetic` and `access`. `launch` runs
 all programs of a grid together: `grid` runs their statements, `variables` holds their variables, `operations` runs their
 operations, `memory` their reads and writes, and `races` finds conflicts between two programs. If programs cannot run together, they
-run one after another, with the same corrections. `launch`, `grid`, `variables` and `operations` import Triton; import them after
-`install()`.
+run one after another, with the same corrections. `internals` has the names of Triton that all of these use. `self_test` decides
+with `known_kernels` whether an untested Triton is used.
+
+`launch`, `grid`, `variables`, `operations` and `known_kernels` import Triton; import them after `install()`.
 """
 
 import importlib.abc
@@ -14,25 +16,32 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from verify.interpreter import patches
 from verify.interpreter.memory import OutOfBounds
 from verify.interpreter.patches import SEQUENTIAL, UnknownTriton, patch
 from verify.interpreter.races import Race
 
-__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install", "install_with_triton"]
+__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "has_launched", "install", "install_with_triton"]
 
 
-def install() -> None:
+def install(*, tested: bool = False) -> None:
     """Make this process interpret every Triton kernel, with the rounding of a GPU.
 
     Call it in a worker process before anything imports triton. It raises RuntimeError if triton is already imported for
     compilation. A second call changes nothing. From then on a launch that accesses memory outside its tensors raises OutOfBounds.
-    A race raises Race, unless programs run one after another or inside `races.accepted()`. With a version of Triton that is not in
-    `patches.TRITONS`, every launch raises UnknownTriton.
+    A race raises Race, unless programs run one after another or inside `races.accepted()`. An untested Triton must pass a self-test
+    (`self_test`), which `tested` leaves out. If it fails, every launch raises UnknownTriton.
     """
-    if patch():
+    if patch(tested=tested):
         from verify.interpreter import launch
 
         launch.patch()
+
+
+def has_launched() -> bool:
+    """Whether this process has launched an interpreted kernel, or has refused to."""
+    launch = sys.modules.get("verify.interpreter.launch")  # imported only where kernels are interpreted
+    return patches.refused or bool(launch and launch.launches)
 
 
 def install_with_triton() -> None:

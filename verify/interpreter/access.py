@@ -4,19 +4,20 @@ from typing import Any
 
 import numpy as np
 
+from verify.interpreter.internals import get, put
 from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors_of
 
 
-def patch_access(interpreter: Any) -> None:
+def patch_access() -> None:
     """Check that every access stays in the memory that its pointer was made from.
 
     The type of a pointer carries this memory through all arithmetic. What lies between two tensors, or after the last one, is
     chance. So an error names the tensor that the access left, not the place that it reached. Pointers made from integers are not
     checked.
     """
-    builder, convert = interpreter.InterpreterBuilder, interpreter._implicit_cvt
+    convert = get("interpreter._implicit_cvt")
     accesses = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas")
-    plain = {name: getattr(builder, f"create_{name}") for name in (*accesses, "bitcast", "select", "cat", "join")}
+    plain = {name: get(f"InterpreterBuilder.create_{name}") for name in (*accesses, "bitcast", "select", "cat", "join")}
 
     def implicit_cvt(arg: Any) -> Any:
         result = convert(arg)
@@ -86,7 +87,7 @@ def patch_access(interpreter: Any) -> None:
     def create_join(self: Any, lhs: Any, rhs: Any) -> Any:
         return retyped(plain["join"](self, lhs, rhs), lhs, rhs)
 
-    interpreter._implicit_cvt = implicit_cvt
+    put("interpreter._implicit_cvt", implicit_cvt)
     patches: list[Any] = [create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas]
     for patch in (*patches, create_bitcast, create_select, create_cat, create_join):
-        setattr(builder, patch.__name__, patch)
+        put(f"InterpreterBuilder.{patch.__name__}", patch)

@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from verify.interpreter.internals import get, propagates_nan, put
 
-def patch_arithmetic(interpreter: Any, tl: Any) -> None:
+
+def patch_arithmetic() -> None:
     """Compute with bfloat16 and float16 as a device does: in float32, and rounded once."""
-    builder, handle, bf16 = interpreter.InterpreterBuilder, interpreter.TensorHandle, tl.bfloat16
-    plain = {name: getattr(builder, name) for name in ("binary_op", "unary_op", "create_fma", "create_dot", "cast_impl")}
+    import triton.language as tl
+
+    handle, bf16 = get("interpreter.TensorHandle"), tl.bfloat16
+    plain = {name: get(f"InterpreterBuilder.{name}") for name in ("binary_op", "unary_op", "create_fma", "create_dot", "cast_impl")}
+
+    interpreter_dtype = get("interpreter._get_np_dtype")
 
     def to_float32(value: Any) -> Any:
         return widen(value.data) if value.dtype.scalar == bf16 else value.data.astype(np.float32, copy=False)
@@ -19,6 +25,9 @@ def patch_arithmetic(interpreter: Any, tl: Any) -> None:
         if lhs.dtype.scalar == bf16:
             data = op(widen(lhs.data), widen(rhs.data))
             return handle(data, tl.int1) if data.dtype == np.bool_ else handle(narrow(data), bf16)
+        if lhs.data.dtype == rhs.data.dtype == np.bool_:
+            # A device adds and subtracts one bit. numpy's sum of two True is True.
+            return handle((op(lhs.data.astype(np.int8), rhs.data.astype(np.int8)) & 1).astype(np.bool_), tl.int1)
         result = plain["binary_op"](self, lhs, rhs, op)
         if result.data.dtype == np.bool_:
             # Triton labels a comparison with the type of its operands. With that type it would be no mask after a splat.
@@ -31,10 +40,16 @@ def patch_arithmetic(interpreter: Any, tl: Any) -> None:
         return plain["unary_op"](self, arg, op)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        if z.dtype.scalar not in (bf16, tl.float16):
+        kind = z.dtype.scalar
+        if kind not in (bf16, tl.float16, tl.float32):
             return plain["create_fma"](self, x, y, z)
-        data = to_float32(x) * to_float32(y) + to_float32(z)
-        return handle(narrow(data) if z.dtype.scalar == bf16 else data.astype(np.float16), z.dtype.scalar)
+        data = fused(*(to_float32(value).astype(np.float64) for value in (x, y, z)))
+        return handle(narrow(to_odd_float32(data)) if kind == bf16 else data.astype(interpreter_dtype(kind)), kind)
+
+    def create_clampf(self: Any, value: Any, low: Any, high: Any, propagate_nans: Any) -> Any:
+        if propagates_nan(propagate_nans):
+            return self.ternary_op(value, low, high, np.clip)
+        return self.binary_op(self.binary_op(value, low, np.fmax), high, np.fmin)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         # numpy multiplies a transposed view, and a block with its own transpose, by other algorithms with other last bits.
@@ -50,29 +65,34 @@ def patch_arithmetic(interpreter: Any, tl: Any) -> None:
         if source != bf16 and target != bf16:
             return plain["cast_impl"](self, src, dst_type)
         data = to_float32(src)
-        return handle(narrow(data) if target == bf16 else data.astype(interpreter._get_np_dtype(target)), target)
+        return handle(narrow(data) if target == bf16 else data.astype(interpreter_dtype(target)), target)
 
-    for patch in (binary_op, unary_op, create_fma, create_dot, cast_impl):
-        setattr(builder, patch.__name__, patch)
-    builder.get_bf16 = lambda self, value: handle(narrow([value]), bf16)
+    for patch in (binary_op, unary_op, create_fma, create_clampf, create_dot, cast_impl):
+        put(f"InterpreterBuilder.{patch.__name__}", patch)
+    put("InterpreterBuilder.get_bf16", lambda self, value: handle(narrow([value]), bf16))
     # By default, tl.minimum and tl.maximum return the number if the other operand is NaN.
-    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
-    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    put("InterpreterBuilder.create_minnumf", lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin))
+    put("InterpreterBuilder.create_maxnumf", lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax))
     # Each overflow check repeats integer arithmetic in 64 bits, and without debug its result is not used.
-    options = interpreter.interpreter_builder.options
+    builder = get("interpreter.interpreter_builder")
+    options = builder.options
     precisions = dict.fromkeys((*options.allowed_dot_input_precisions, "bf16x3", "bf16x6"))
-    interpreter.interpreter_builder.options = dataclasses.replace(
-        options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False
-    )
+    builder.options = dataclasses.replace(options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False)
 
 
-def patch_reductions(interpreter: Any, tl: Any) -> None:
+def tree_levels() -> dict[Any, Any]:
+    """How to widen and narrow types that a device combines in pairs, in the type itself: every level of the tree rounds."""
+    import triton.language as tl
+
+    return {tl.bfloat16: (widen, narrow), tl.float16: (np.asarray, np.asarray)}
+
+
+def patch_reductions() -> None:
     """Reduce and scan in the order of a device, whose combining tree rounds at every level."""
-    reduce, scan = interpreter.ReduceOps, interpreter.ScanOps
-    plain_sum, plain_min_max = reduce.sum, reduce.min_max
-    # A device combines pairs in the tensor's type, so every level of the reduction tree rounds.
-    levels: dict[Any, Any] = {tl.bfloat16: (widen, narrow), tl.float16: (np.asarray, np.asarray)}
-    reduce.levels = levels
+    import triton.language as tl
+
+    plain_sum, plain_min_max = get("ReduceOps.sum"), get("ReduceOps.min_max")
+    levels, handle = tree_levels(), get("interpreter.TensorHandle")
 
     def tree_sum(self: Any, value: Any) -> Any:
         if value.dtype not in levels:
@@ -117,10 +137,12 @@ def patch_reductions(interpreter: Any, tl: Any) -> None:
         if value.dtype != tl.bfloat16:
             return value
         kind = tl.block_type(tl.float32, value.type.shape) if value.type.is_block() else tl.float32
-        return tl.tensor(interpreter.TensorHandle(widen(value.handle.data), tl.float32), kind)
+        return tl.tensor(handle(widen(value.handle.data), tl.float32), kind)
 
-    reduce.sum, reduce.min_max = tree_sum, min_max
-    scan.cumsum, scan.cumprod = tree_scan(scan.cumsum, np.add), tree_scan(scan.cumprod, np.multiply)
+    put("ReduceOps.sum", tree_sum)
+    put("ReduceOps.min_max", min_max)
+    for name, op in (("cumsum", np.add), ("cumprod", np.multiply)):
+        put(f"ScanOps.{name}", tree_scan(get(f"ScanOps.{name}"), op))
 
 
 def widen(bits: Any) -> Any:
@@ -134,3 +156,29 @@ def narrow(values: Any) -> Any:
     bits = values.view(np.uint32)
     nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+
+
+def fused(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32 numbers, given in float64, so that it rounds once when it is rounded to float32 or a narrower type."""
+    product = x * y  # exact
+    total = product + z
+    part = total - product
+    return _to_odd(total, (product - (total - part)) + (z - part))
+
+
+def to_odd_float32(values: Any) -> Any:
+    """Numbers of `fused` in float32, so that they round once when they are rounded to a narrower type."""
+    rounded = values.astype(np.float32)
+    return _to_odd(rounded, values - rounded)
+
+
+def _to_odd(rounded: Any, errors: Any) -> Any:
+    """Give each number that was rounded an odd last bit: that of its neighbour on the side of the error, if its own is even.
+
+    An odd number is never half way between two numbers of a format with at least two bits fewer, so a second rounding goes to the
+    same side as a single one.
+    """
+    bits = rounded.view(f"i{rounded.itemsize}")
+    outwards = (errors > 0) != np.signbit(rounded)
+    moved = np.where(outwards, bits + 1, bits - 1)
+    return np.where((errors != 0) & (bits % 2 == 0) & np.isfinite(rounded), moved, bits).view(rounded.dtype)

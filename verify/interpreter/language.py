@@ -7,17 +7,24 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from verify.interpreter.internals import get, put
 
-def patch_language(interpreter: Any, tl: Any) -> None:
+
+def patch_language() -> None:
     """Bind the language's builtins once, and let loop variables, min and max be what the compiler makes of them.
 
     The interpreter rebinds every builtin at each launch and at each call of a device function. Nothing compiles in this process, so
     one permanent rebinding serves them all.
     """
-    interpreter._patch_attr = lambda owner, name, member, builder, scope: scope.set_attr(
-        owner, name, _bind(inspect.unwrap(member), interpreter.interpreter_semantic)
-    )
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    import triton.language as tl
+
+    semantic, is_builtin = get("interpreter.interpreter_semantic"), get("core.is_builtin")
+
+    def patch_attr(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        scope.set_attr(owner, name, _bind(inspect.unwrap(member), semantic))
+
+    put("interpreter._patch_attr", patch_attr)
+    get("interpreter._patch_lang")(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     bound: dict[int, dict[str, Any]] = {}
 
     def patch_lang(fn: Any) -> Any:
@@ -25,11 +32,11 @@ def patch_language(interpreter: Any, tl: Any) -> None:
         names = fn.__globals__
         if id(names) not in bound:
             bound[id(names)] = names
-            aliases = [name for name, value in names.items() if tl.core.is_builtin(value)]
-            names.update({name: _bind(names[name], interpreter.interpreter_semantic) for name in aliases})
+            aliases = [name for name, value in names.items() if is_builtin(value)]
+            names.update({name: _bind(names[name], semantic) for name in aliases})
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = patch_lang
+    put("interpreter._patch_lang", patch_lang)
 
     def visit_for(self: Any, node: ast.For) -> ast.For:
         self.generic_visit(node)
@@ -39,11 +46,24 @@ def patch_language(interpreter: Any, tl: Any) -> None:
         return node
 
     # Compiled loop variables are tensors, and kernels call `.to` on them; those of static_range are constants.
-    interpreter.ASTTransformer.visit_For = visit_for
+    put("ASTTransformer.visit_For", visit_for)
+
+    def visit_assign(self: Any, node: ast.Assign) -> ast.Assign:
+        """As Triton's does, but look into the value too. Triton does so since 3.9."""
+        self.generic_visit(node)
+        if len(node.targets) > 1:
+            raise ValueError("Multiple assignments are not supported")
+        converted = ast.parse("interpreter_semantic.to_tensor(value, False)", mode="eval").body
+        assert isinstance(converted, ast.Call)
+        converted.args[0] = node.value
+        node.value = ast.copy_location(converted, node)
+        return node
+
+    put("ASTTransformer.visit_Assign", visit_assign)
 
     def visit_call(self: Any, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
+        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2 and not node.keywords:
             node.args = [node.func, *node.args]
             node.func = ast.copy_location(ast.Name("_gdn_extreme", ast.Load()), node.func)
         return node
@@ -53,8 +73,8 @@ def patch_language(interpreter: Any, tl: Any) -> None:
         plain = {min: tl.minimum, max: tl.maximum}.get(function, function)
         return (plain if any(isinstance(argument, tl.tensor) for argument in arguments) else function)(*arguments)
 
-    interpreter.ASTTransformer.visit_Call = visit_call
-    interpreter._gdn_extreme = extreme  # the globals of this module are those of every interpreted function
+    put("ASTTransformer.visit_Call", visit_call)
+    put("interpreter._gdn_extreme", extreme)  # the globals of this module are those of every interpreted function
 
 
 def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
@@ -65,11 +85,13 @@ def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
     return call
 
 
-def patch_types(interpreter: Any, tl: Any) -> None:
+def patch_types() -> None:
     """Cache block types and shapes. Triton builds them anew for every value, but a kernel has only a few dozen different ones."""
-    constexpr, np_dtype, block_init = tl.constexpr, interpreter._get_np_dtype, tl.block_type.__init__
-    dtype, block_type, tensor, semantic = tl.dtype, tl.block_type, tl.tensor, interpreter.TritonSemantic
-    plain_broadcast, plain_handle = semantic.broadcast_impl_value, interpreter.TensorHandle.__post_init__
+    import triton.language as tl
+
+    constexpr, np_dtype, block_init = tl.constexpr, get("interpreter._get_np_dtype"), get("block_type.__init__")
+    dtype, block_type, tensor = tl.dtype, tl.block_type, tl.tensor
+    plain_broadcast, plain_handle = get("TritonSemantic.broadcast_impl_value"), get("TensorHandle.__post_init__")
     np_dtypes: dict[str, Any] = {}
     blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     scalar = constexpr(1), tl.tuple([])
@@ -129,7 +151,7 @@ def patch_types(interpreter: Any, tl: Any) -> None:
         return plain_broadcast(self, lhs, rhs)
 
     broadcast.__wrapped__ = plain_broadcast  # type: ignore[attr-defined]
-    constexprs = tl.core._unwrap_if_constexpr
+    constexprs = get("core._unwrap_if_constexpr")
     plain_values = frozenset({int, float, bool, str, type(None), tensor, block_type, dtype, slice})
 
     def unwrap_if_constexpr(value: Any) -> Any:
@@ -141,7 +163,7 @@ def patch_types(interpreter: Any, tl: Any) -> None:
     # Casts between float32 and 16-bit floats, and between integers of 32 and 64 bits, are nearly all casts.
     direct = {(one.name, other.name) for one, other in ((tl.float32, tl.float16), (tl.float32, tl.bfloat16), (tl.int32, tl.int64))}
     direct |= {(other, one) for one, other in direct}
-    plain_cast = semantic.cast
+    plain_cast = get("TritonSemantic.cast")
 
     def cast(self: Any, value: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         source, target = value.dtype, dst_ty.scalar
@@ -151,24 +173,27 @@ def patch_types(interpreter: Any, tl: Any) -> None:
         return tensor(self.builder.cast_impl(value.handle, kind), kind)
 
     cast.__wrapped__ = plain_cast  # type: ignore[attr-defined]
-    semantic.cast = cast
-    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
-    interpreter._get_np_dtype = get_np_dtype
-    semantic.broadcast_impl_value = broadcast
-    interpreter.TensorHandle.__post_init__ = init_handle
-    tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
+    put("TritonSemantic.cast", cast)
+    put("core._unwrap_if_constexpr", unwrap_if_constexpr)
+    put("interpreter._get_np_dtype", get_np_dtype)
+    put("TritonSemantic.broadcast_impl_value", broadcast)
+    put("TensorHandle.__post_init__", init_handle)
+    put("block_type.__init__", init_block)
+    put("tensor.__init__", init_tensor)
 
 
-def patch_operands(interpreter: Any, tl: Any) -> None:
+def patch_operands() -> None:
     """Short cuts for the operands of binary operations.
 
     Operands of one type are used as they are, and a Python number becomes the same cached constant every time. That covers nearly
     all operations; Triton derives it anew each time in dozens of steps. All others go through Triton's code, which is in
     `__wrapped__`.
     """
-    semantic, interpreter_semantic = interpreter.TritonSemantic, interpreter.interpreter_semantic
+    import triton.language as tl
+
+    semantic = get("interpreter.interpreter_semantic")
     tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
-    plain_operands, plain_tensor = semantic.binary_op_type_checking_impl, semantic.to_tensor
+    plain_operands, plain_tensor = get("TritonSemantic.binary_op_type_checking_impl"), get("TritonSemantic.to_tensor")
     halves = (tl.float16, tl.bfloat16)
     narrow, wide = tl.int32, tl.int64
     numbers: dict[int, Any] = {}
@@ -228,10 +253,11 @@ def patch_operands(interpreter: Any, tl: Any) -> None:
         return numbers[x]
 
     operands.__wrapped__, to_tensor.__wrapped__ = plain_operands, plain_tensor  # type: ignore[attr-defined]
-    semantic.binary_op_type_checking_impl, semantic.to_tensor = operands, to_tensor
+    put("TritonSemantic.binary_op_type_checking_impl", operands)
+    put("TritonSemantic.to_tensor", to_tensor)
 
     def operator(name: str, *options: Any) -> None:
-        meet = getattr(interpreter_semantic, name)
+        meet = getattr(semantic, name)
 
         def forward(self: Any, other: Any) -> Any:
             return meet(self, other.value if type(other) is constexpr else other, *options)
@@ -243,8 +269,8 @@ def patch_operands(interpreter: Any, tl: Any) -> None:
         setattr(tensor, f"__r{name}__", backward)
 
     def comparison(name: str, called: str) -> None:
-        meet = getattr(interpreter_semantic, called)
-        setattr(tensor, f"__{name}__", lambda self, other: meet(self, interpreter_semantic.to_tensor(other)))
+        meet = getattr(semantic, called)
+        setattr(tensor, f"__{name}__", lambda self, other: meet(self, semantic.to_tensor(other)))
 
     for name in ("add", "sub", "mul"):
         operator(name, False)  # without overflow checks, whose results are not used

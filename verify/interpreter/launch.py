@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter, jit
+from triton.runtime.errors import InterpreterError
 
 from properties.sizes import MOST_ALONG_Y
-from verify.interpreter import branches, operations
+from verify.interpreter import branches, internals, operations
 from verify.interpreter.grid import Function, Machine
+from verify.interpreter.internals import get, put
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
 from verify.interpreter.patches import SEQUENTIAL, UnknownTriton
@@ -61,19 +62,18 @@ def patch() -> None:
     _patch_tensors()
     _patch_reductions()
     _patch_functions()
-    interpreter.GridExecutor.__call__ = _launch
+    put("GridExecutor.__call__", _launch)
 
 
 def _patch_tensors() -> None:
-    tensor = tl.tensor
-    truth, number, transposed = tensor.__bool__, tensor.__index__, tensor.T.fget
-    tensor.__bool__ = lambda self: operations.truth(self) if _machine else truth(self)
-    tensor.__index__ = lambda self: operations.number(self) if _machine else number(self)
-    tensor.T = property(lambda self: operations.transposed(self) if _machine else transposed(self))
+    truth, number, transposed = get("tensor.__bool__"), get("tensor.__index__"), get("tensor.T").fget
+    put("tensor.__bool__", lambda self: operations.truth(self) if _machine else truth(self))
+    put("tensor.__index__", lambda self: operations.number(self) if _machine else number(self))
+    put("tensor.T", property(lambda self: operations.transposed(self) if _machine else transposed(self)))
 
 
 def _patch_reductions() -> None:
-    plain_reduce, plain_scan = tl.reduce, tl.associative_scan
+    plain_reduce, plain_scan = get("core.reduce"), get("core.associative_scan")
 
     def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **options: Any) -> Any:  # noqa: A002, FBT002 - Triton's
         if not _machine:
@@ -91,8 +91,9 @@ def _patch_reductions() -> None:
         results = operations.scanned(tuple(input) if several else (input,), _value(axis), combine_fn, reverse=bool(_value(reverse)))
         return results if several else results[0]
 
-    for language in (tl, tl.core):
-        language.reduce, language.associative_scan = reduce, scan
+    tl.reduce, tl.associative_scan = reduce, scan
+    put("core.reduce", reduce)
+    put("core.associative_scan", scan)
 
 
 def _value(argument: Any) -> Any:
@@ -100,14 +101,15 @@ def _value(argument: Any) -> Any:
 
 
 def _patch_functions() -> None:
-    compile_and_exec, plain_call = interpreter.FunctionRewriter._compile_and_exec, interpreter.InterpretedFunction.__call__
+    compile_and_exec, plain_call = get("FunctionRewriter._compile_and_exec"), get("InterpretedFunction.__call__")
+    patch_lang = get("interpreter._patch_lang")
 
     def compiled(self: Any, tree: Any) -> Any:
         branches.mark(tree, self.fn)
         function = compile_and_exec(self, tree)
         function.gdn_function = Function(tree.body[0], self.filename, function.__globals__, inspect.signature(function))
         # Of the function as written: in the rewritten one, all annotations are text.
-        function.gdn_annotations = {name: jit._normalize_ty(kind) for name, kind in self.fn.__annotations__.items()}
+        function.gdn_annotations = {name: internals.argument_type(kind) for name, kind in self.fn.__annotations__.items()}
         return function
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +117,7 @@ def _patch_functions() -> None:
         machine = _machine
         if machine is None:
             return plain_call(self, *args, **kwargs)
-        interpreter._patch_lang(self.fn)
+        patch_lang(self.fn)
         python = self.rewrite()
         function: Function | None = getattr(python, "gdn_function", None)
         if function is None or not function.branches or self.fn.__module__.startswith("triton."):
@@ -129,8 +131,8 @@ def _patch_functions() -> None:
         arguments.apply_defaults()
         return machine.call(function, arguments.arguments)
 
-    interpreter.FunctionRewriter._compile_and_exec = compiled
-    interpreter.InterpretedFunction.__call__ = call
+    put("FunctionRewriter._compile_and_exec", compiled)
+    put("InterpretedFunction.__call__", call)
 
 
 def _launch(self: Any, *positional: Any, **named: Any) -> None:
@@ -158,10 +160,10 @@ def _first_call() -> None:
 def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:
     parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
-    hosted, hosted_named = self._init_args_hst(positional, named)
+    hosted, hosted_named = internals.on_host(self, positional, named)
     for hook in self.pre_run_hooks:
         hook(*hosted, **hosted_named)
-    interpreter._patch_lang(self.fn)
+    get("interpreter._patch_lang")(self.fn)
     values = inspect.getcallargs(self.fn, *hosted, **hosted_named)
     kinds = getattr(self.fn, "gdn_annotations", {})
     arguments = {
@@ -180,7 +182,7 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     launches[self.fn.__name__] += 1
-    self._restore_args_dev(positional, hosted, named, hosted_named)
+    internals.back_on_device(self, positional, hosted, named, hosted_named)
 
 
 def _argument(value: Any, annotation: str) -> Any:
@@ -195,9 +197,9 @@ def _argument(value: Any, annotation: str) -> Any:
     elif annotation == "u1" and isinstance(value, int):
         number = np.array([value != 0])
     else:
-        return interpreter._implicit_cvt(value)
+        return get("interpreter._implicit_cvt")(value)
     kind = tl.int1 if annotation == "u1" else tl.str_to_ty(annotation, None)
-    return tl.tensor(interpreter.TensorHandle(number.astype(interpreter._get_np_dtype(kind)), kind), kind)
+    return tl.tensor(operations.Handle(number.astype(operations.np_dtype(kind)), kind), kind)
 
 
 def _by_memory(values: dict[str, Any]) -> Tensors:
@@ -209,7 +211,7 @@ def _by_memory(values: dict[str, Any]) -> Tensors:
 
 
 def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
-    builder = interpreter.interpreter_builder
+    builder = get("interpreter.interpreter_builder")
     builder.set_grid_dim(*grid)
     try:
         for x in range(grid[0]):
@@ -220,7 +222,7 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
     except NotImplementedError as error:
         raise UnknownTriton(f"Triton's interpreter cannot run the kernel {function.__name__}: {error}") from error
     except Exception as error:
-        raise interpreter.InterpreterError(repr(error)) from error
+        raise InterpreterError(repr(error)) from error
 
 
 def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> str:
@@ -332,7 +334,7 @@ def _element(named: dict[str, Tensor], byte: int) -> str:
 @contextlib.contextmanager
 def _running(machine: Machine) -> Iterator[None]:
     global _machine
-    semantic = interpreter.interpreter_semantic
+    semantic = operations.SEMANTIC
     builder, outer = semantic.builder, _machine
     semantic.builder, _machine = machine.builder, machine
     try:

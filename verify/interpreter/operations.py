@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 
+from verify.interpreter.arithmetic import tree_levels
+from verify.interpreter.internals import combines, get, pads_with_nan, skips_nan
 from verify.interpreter.memory import Memory, pointing
 
-Handle = interpreter.TensorHandle
+Handle, Builder = get("interpreter.TensorHandle"), get("interpreter.InterpreterBuilder")
 Handle.shape = None  # the data has the shape of the block, unless an operation sets this
-np_dtype = interpreter._get_np_dtype
+np_dtype, SEMANTIC = get("interpreter._get_np_dtype"), get("interpreter.interpreter_semantic")
 
 
 class Unbatchable(Exception):
@@ -65,7 +66,7 @@ def handle_of(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> An
     return handle
 
 
-class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
+class GridBuilder(Builder):  # type: ignore[misc, valid-type]
     """The builder that Triton's frontend calls for each operation of the language. It acts on all running programs.
 
     `coordinates` are the running programs' ids along the three axes of the grid. `effects` counts the stores and atomics so far.
@@ -73,7 +74,7 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
-        self.options = interpreter.interpreter_builder.options
+        self.options = get("interpreter.interpreter_builder").options
         self.coordinates: Sequence[Any] = ()
         self.effects = 0
         self.memory = memory
@@ -206,11 +207,10 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_tensor_pointer_load(self, ptr: Any, boundary_check: Any, padding: Any, *options: Any) -> Any:
         pointers, mask = ptr.materialize_pointers(boundary_check)
         element = pointers.get_element_ty()
-        other = None
-        if padding == interpreter._ir.PADDING_OPTION.PAD_NAN:
-            other = np.full((1, *[1] * len(ptr.block_shape)), float("nan"), dtype=np_dtype(element))
-        elif padding not in (None, interpreter._ir.PADDING_OPTION.PAD_ZERO):
+        nan = pads_with_nan(padding)
+        if nan is None:
             raise Unbatchable(f"padding option {padding}")
+        other = np.full((1, *[1] * len(ptr.block_shape)), float("nan"), dtype=np_dtype(element)) if nan else None
         return self._load(pointers, mask, other)
 
     def create_tensor_pointer_store(self, ptr: Any, value: Any, boundary_check: Any, *options: Any) -> None:
@@ -232,7 +232,9 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         raise Unbatchable("tl.dot_scaled")
 
     def create_atomic_poll(self, *_: Any) -> Any:
-        raise Unbatchable("an atomic that waits for another program")
+        raise Unbatchable("an atomic load, store or wait")
+
+    create_atomic_load = create_atomic_store = create_atomic_poll
 
 
 class BlockPointer:
@@ -294,7 +296,7 @@ def _pointing(dtype: Any, *sources: Any) -> Any:
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
-    plain = getattr(interpreter.InterpreterBuilder, name)
+    plain = get(f"InterpreterBuilder.{name}")
 
     def call(self: Any, *arguments: Any) -> Any:
         if self.effects and any(isinstance(argument, Ordered) for argument in arguments):
@@ -322,18 +324,19 @@ for _name in _ELEMENTWISE:
 # reductions
 
 # How to widen and narrow the data of types whose arithmetic in numpy does not round as on a device.
-_WIDENED: dict[Any, Any] = interpreter.ReduceOps.levels
-# If several elements are the largest, the index is that of the first. Triton 3.9 skips NaN.
+_WIDENED = tree_levels()
+# If several elements are the largest, the index is that of the first.
 _EXTREMES: dict[Any, tuple[Any, Any]] = {
-    tl.standard._elementwise_max: (np.fmax.reduce, None),
-    tl.standard._elementwise_min: (np.fmin.reduce, None),
-    tl.standard._argmax_combine_tie_break_left: (np.max, np.argmax),
-    tl.standard._argmin_combine_tie_break_left: (np.min, np.argmin),
+    combines("_elementwise_max"): (np.fmax.reduce, None),
+    combines("_elementwise_min"): (np.fmin.reduce, None),
+    combines("_argmax_combine_tie_break_left"): (np.max, np.argmax),
+    combines("_argmin_combine_tie_break_left"): (np.min, np.argmin),
 }
-if not hasattr(interpreter, "BlockPointerHandle"):
-    for _largest, _best in ((True, (np.fmax.reduce, np.nanargmax)), (False, (np.fmin.reduce, np.nanargmin))):
-        for _ties in ("left", "fast"):
-            _EXTREMES[getattr(tl.standard, f"_arg{'max' if _largest else 'min'}_combine_tie_break_{_ties}")] = _best
+if skips_nan():
+    for _ties in ("left", "fast"):
+        _EXTREMES[combines(f"_argmax_combine_tie_break_{_ties}")] = np.fmax.reduce, np.nanargmax
+        _EXTREMES[combines(f"_argmin_combine_tie_break_{_ties}")] = np.fmin.reduce, np.nanargmin
+_SUM, _PRODUCT = combines("_sum_combine"), combines("_prod_combine")
 
 
 def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dims: bool) -> tuple[Any, ...]:
@@ -347,7 +350,7 @@ def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dim
         at = axis % len(shape) + 1
         left = (*shape[: at - 1], *([1] if keep_dims else []), *shape[at:])
     kinds = [value.dtype for value in values]
-    if combine == tl.standard._sum_combine:
+    if combine == _SUM:
         results = [_sum(arrays[0], at, kinds[0])]
     elif combine in _EXTREMES:
         best, where = _EXTREMES[combine]
@@ -392,7 +395,7 @@ def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any])
     results = results if isinstance(results, (tuple, tl.tuple)) else (results,)
     combined = []
     for result, first, kind in zip(results, left, kinds, strict=True):
-        value = interpreter.interpreter_semantic.to_tensor(result).handle.data
+        value = SEMANTIC.to_tensor(result).handle.data
         combined.append(np.broadcast_to(value, first.size).reshape(first.shape).astype(np_dtype(kind), copy=False))
     return combined
 
@@ -403,7 +406,7 @@ def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) 
     at = axis % (arrays[0].ndim - 1) + 1
     arrays = [np.flip(data, axis=at) for data in arrays] if reverse else arrays
     kinds = [value.dtype for value in values]
-    op = {tl.standard._sum_combine: np.add, tl.standard._prod_combine: np.multiply}.get(combine)
+    op = {_SUM: np.add, _PRODUCT: np.multiply}.get(combine)
     if op is None:
         slices = [np.moveaxis(data, at, 0) for data in _together(*arrays)]
         so_far: list[list[Any]] = []

@@ -12,8 +12,10 @@ import torch
 
 from verify.interpreter.access import patch_access
 from verify.interpreter.arithmetic import patch_arithmetic, patch_reductions
+from verify.interpreter.internals import combines, get, put
 from verify.interpreter.language import patch_language, patch_operands, patch_types
 from verify.interpreter.memory import OutOfBounds, span_of, tensors_of
+from verify.interpreter.self_test import TRITONS, trouble
 
 # Wrappers split work among the multiprocessors that the driver reports, and assume one without a driver. With one, the code for
 # the second and later parts would never run. With four, parts begin inside blocks of others, as on a device.
@@ -21,78 +23,81 @@ MULTIPROCESSORS = 4
 
 
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # an environment variable; "sequential" makes programs run one after another
-TRITONS = ("3.7.1", "3.9.0")  # the versions with which all tests of the interpreter have passed
+refusal = ""  # why this process interprets no kernel; each launch raises it
+refused = False  # whether a launch was refused
 
 
 class UnknownTriton(Exception):
     """A kernel cannot be interpreted: not with the installed version of Triton, or not at all."""
 
 
-def patch() -> bool:
+def patch(*, tested: bool = False) -> bool:
     """Patch Triton's interpreter so that it computes as a GPU does.
 
-    Returns True if this call patched it, False if it was patched before or the version of Triton is unknown. RuntimeError if Triton
-    is already imported for compilation.
+    Returns True if this call patched it, False if it was patched before, or if the installed Triton is not tested and its self-test
+    fails. With `tested`, no self-test is run. RuntimeError if Triton is already imported for compilation.
     """
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     import triton
-    import triton.language as tl
-    from triton.runtime import interpreter
 
-    if not isinstance(tl.standard._sum_combine, interpreter.InterpretedFunction):
+    if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
         raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
     os.environ["TRITON_INTERPRET"] = "1"
-    if interpreter._patch_lang.__module__ == patch_language.__module__:
+    if get("interpreter._patch_lang").__module__ == patch_language.__module__:
         return False
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
-    if triton.__version__ not in TRITONS:
-        interpreter.InterpretedFunction.run = _refuse
+    global refusal
+    refusal = "" if tested or triton.__version__ in TRITONS else trouble(triton.__version__)
+    if refusal:
+        put("InterpretedFunction.run", _refuse)
         triton.runtime.driver.set_active(_RefusingDriver())
         return False
-    patch_language(interpreter, tl)
-    patch_types(interpreter, tl)
-    patch_operands(interpreter, tl)
-    _patch_launch(interpreter, tl)
-    patch_access(interpreter)
-    patch_arithmetic(interpreter, tl)
-    patch_reductions(interpreter, tl)
+    patch_language()
+    patch_types()
+    patch_operands()
+    _patch_launch()
+    patch_access()
+    patch_arithmetic()
+    patch_reductions()
     _patch_driver()
     return True
 
 
 def _refuse(*_: Any, **__: Any) -> None:
-    installed = sys.modules["triton"].__version__
-    raise UnknownTriton(f"Triton {installed} is installed, and kernels are interpreted with {' or '.join(TRITONS)} only")
+    global refused
+    refused = True
+    raise UnknownTriton(refusal)
 
 
 class _RefusingDriver:
-    """A Triton driver for unknown versions. It refuses too, because wrappers look at the device before they launch."""
+    """A Triton driver for versions that cannot be used. It refuses too, because wrappers look at the device before they launch."""
 
     def __getattr__(self, name: str) -> Any:
         _refuse()
 
 
-def _patch_launch(interpreter: Any, tl: Any) -> None:
-    from triton.runtime.autotuner import Autotuner
+def _patch_launch() -> None:
+    import triton.language as tl
+    from triton.runtime.errors import InterpreterError
 
     # There is no device to time. All configurations tie, and the first one that survives pruning wins.
-    Autotuner._bench = lambda self, *args, config, **meta: [0.0]
+    put("Autotuner._bench", lambda self, *args, config, **meta: [0.0])
 
-    convert, run = interpreter._implicit_cvt, interpreter.InterpretedFunction.run
+    convert, run, handle = get("interpreter._implicit_cvt"), get("InterpretedFunction.run"), get("interpreter.TensorHandle")
 
     def implicit_cvt(arg: Any) -> Any:
         # A compiled kernel takes a float argument as a float32 scalar. A Python number would get the type of the tensor that it
         # is combined with, and `scale` times bfloat16 would be rounded twice.
         if isinstance(arg, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+            return tl.tensor(handle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
         if isinstance(arg, bool):
-            return tl.tensor(interpreter.TensorHandle(np.array([arg]), tl.int1), tl.int1)
+            return tl.tensor(handle(np.array([arg]), tl.int1), tl.int1)
         return convert(arg)
 
-    interpreter._implicit_cvt = implicit_cvt
+    put("interpreter._implicit_cvt", implicit_cvt)
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if callable(grid) and not warmup:
@@ -103,7 +108,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
             # Lanes that a mask drops overflow and divide by zero, as they do on a device.
             with np.errstate(all="ignore"):
                 run(self, *args, grid=grid if warmup else tuple(grid), warmup=warmup, **kwargs)
-        except (interpreter.InterpreterError, OutOfBounds) as error:
+        except (InterpreterError, OutOfBounds) as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OutOfBounds):
                 cause = cause.__cause__
@@ -112,7 +117,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
             arguments = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
             raise _named_stray(cause, self.fn.__name__, arguments) from None
 
-    interpreter.InterpretedFunction.run = launch
+    put("InterpretedFunction.run", launch)
 
 
 def _named_stray(stray: OutOfBounds, kernel: str, arguments: dict[str, Any]) -> OutOfBounds:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 
+from verify.interpreter.internals import is_aggregate
 from verify.interpreter.memory import pointing
-from verify.interpreter.operations import BlockPointer, Handle, Unbatchable
+from verify.interpreter.operations import SEMANTIC, BlockPointer, Handle, Unbatchable
 
 
 class Names(dict[str, Any]):
@@ -86,7 +86,16 @@ def selected(value: Any, positions: Any) -> Any:
     if isinstance(value, (tuple, tl.tuple)):
         items = [selected(item, positions) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else _like(value, items)
+    if is_aggregate(value):
+        return _with_fields(value, {name: selected(part, positions) for name, part in vars(value).items()})
     return value
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    """An aggregate of the same type with other fields. Its constructor, which may convert them, is not called."""
+    result = object.__new__(type(value))
+    vars(result).update(fields)
+    return result
 
 
 def _selected_handle(handle: Any, positions: Any) -> Any:
@@ -117,7 +126,7 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
     if not any(isinstance(value, tl.tensor) for value in plain) and all(_equal(value, plain[0]) for value in plain):
         return first
     if all(isinstance(value, (tl.tensor, int, float)) for value in plain):
-        values = [interpreter.interpreter_semantic.to_tensor(value) for value in plain]
+        values = [SEMANTIC.to_tensor(value) for value in plain]
         if any(str(value.type) != str(values[0].type) for value in values):
             values = _of_one_type(values)
         handles = [(positions, value.handle) for (positions, _), value in zip(parts, values, strict=True)]
@@ -126,6 +135,9 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
         groups = [positions for positions, _ in parts]
         columns = zip(*values, strict=True)
         return _like(first, [merged(list(zip(groups, column, strict=True)), count) for column in columns])
+    if is_aggregate(first) and all(type(value) is type(first) for value in values):
+        fields = {name: [(positions, vars(value)[name]) for positions, value in parts] for name in vars(first)}
+        return _with_fields(first, {name: merged(column, count) for name, column in fields.items()})
     raise Unbatchable("a variable that has several types")
 
 

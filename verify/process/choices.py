@@ -13,5 +13,9 @@ class NoGpu(Exception):
     """The command needs a GPU, and there is none."""
 
 
+class NoInterpreter(Exception):
+    """The installed Triton cannot interpret kernels. The message is one line."""
+
+
 class NoSanitizer(Exception):
     """There is no compute-sanitizer on this host, or it does not work here. The message is one line."""

@@ -64,6 +64,16 @@ class RunMany(Question):
 
 
 @dataclasses.dataclass(frozen=True)
+class Interprets(Question):
+    """Does the run of a line launch interpreted kernels?
+
+    Answer: {"launches": whether it does, "refusal": why this Triton cannot interpret them, or ""}.
+    """
+
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Compile(Question):
     """Launch every kernel that the run of a line launches, so that it is compiled. The results are not judged.
 

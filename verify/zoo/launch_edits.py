@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verify.interpreter import internals
+from verify.interpreter.internals import get, put
 from verify.zoo.edits import Edit, dedented, until_def
 
 # A statement, as (kernel key, line in its file, 0). If the column is not 0, a branch of a conditional expression that begins there.
@@ -87,14 +89,12 @@ class Launch:
 
     def differs(self) -> bool:
         """Whether a repeatable launch, repeated on copies with the present functions, writes other bits or raises."""
-        from triton.runtime.interpreter import GridExecutor, InterpretedFunction
-
         memories = [memory.clone() for memory in self.before]
         arguments = {name: _rebuilt(value, memories) for name, value in self.arguments.items()}
-        function = InterpretedFunction.rewritten_fn[self.function]
+        function = get("InterpretedFunction.rewritten_fn")[self.function]
         try:
             with np.errstate(all="ignore"):
-                GridExecutor(function, self.names, self.grid)(**arguments)
+                get("interpreter.GridExecutor")(function, self.names, self.grid)(**arguments)
         except Exception:  # any exception is a difference, because the recorded launch raised none
             return True
         return not all(torch.equal(got, want) for got, want in zip(memories, self.after, strict=True))
@@ -129,14 +129,13 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        from triton.runtime.interpreter import FunctionRewriter, GridExecutor, InterpretedFunction
-
         self.kernels: dict[str, Kernel] = {}
         self.launches: list[Launch] = []
         self.executed: set[Place] = set()
         self._places: set[Place] = set()
         self._wanted: set[Place] | None = None
-        transform, rewrite, launch = FunctionRewriter._transform_ast, InterpretedFunction.rewrite, GridExecutor.__call__
+        transform, rewrite = get("FunctionRewriter._transform_ast"), get("InterpretedFunction.rewrite")
+        launch = get("GridExecutor.__call__")
 
         def transform_ast(rewriter: Any, source: str) -> ast.Module:
             tree: ast.Module = transform(rewriter, source)
@@ -161,7 +160,9 @@ class Watch:
             else:
                 self._launch(launch, executor, args, kwargs)
 
-        FunctionRewriter._transform_ast, InterpretedFunction.rewrite, GridExecutor.__call__ = transform_ast, rewritten, call
+        put("FunctionRewriter._transform_ast", transform_ast)
+        put("InterpretedFunction.rewrite", rewritten)
+        put("GridExecutor.__call__", call)
 
     @contextlib.contextmanager
     def watching(self, wanted: Iterable[Place] = ()) -> Iterator[None]:
@@ -174,8 +175,6 @@ class Watch:
             self._wanted = None
 
     def _launch(self, plain: Any, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from triton.runtime.interpreter import InterpretedFunction
-
         known = set(inspect.getfullargspec(executor.fn).args)
         values = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in known})
         arguments, storages = _described(values)
@@ -190,18 +189,16 @@ class Watch:
         after = [
             old if torch.equal(old, now := _bytes(storage)) else now.clone() for old, storage in zip(before, copied, strict=True)
         ]
-        function = next(fn for fn, rewritten in InterpretedFunction.rewritten_fn.items() if rewritten is executor.fn)
+        function = next(fn for fn, rewritten in get("InterpretedFunction.rewritten_fn").items() if rewritten is executor.fn)
         self.launches.append(Launch(function, executor.arg_names, tuple(executor.grid), arguments, before, after, executed))
 
 
 def exchange(kernel: Kernel, edit: Edit) -> None:
     """Replace a kernel by its edited source in this process. Raises SyntaxError, or what the compilation raises."""
-    from triton.runtime.interpreter import InterpretedFunction
-
     rewriter = kernel.function.rewriter
     kernel.function.rewrite()  # sets the rewriter's data about the file
-    rewritten = rewriter._compile_and_exec(rewriter._transform_ast(edit.of(kernel.source)))
-    InterpretedFunction.rewritten_fn[kernel.function.fn] = rewritten
+    rewritten = internals.compiled(rewriter, edit.of(kernel.source))
+    get("InterpretedFunction.rewritten_fn")[kernel.function.fn] = rewritten
 
 
 def _key(function: Any) -> str | None:
