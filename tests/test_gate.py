@@ -1,4 +1,4 @@
-"""The GPU gate: each judge rejects what it is there for, the record is about the sources, and the README says what it says."""
+"""The GPU gate: each judge rejects what it is there for, the record is about the sources, and CONTRIBUTING.md says what it says."""
 
 import dataclasses
 import hashlib
@@ -192,8 +192,8 @@ def test_records_of_the_same_sources_on_other_cards_stay(tmp_path: pathlib.Path)
     assert "earlier" not in gpu_record.read(place)
 
 
-def test_the_readme_says_what_the_record_says() -> None:
-    words = " ".join((HERE.parent / "README.md").read_text().split())
+def test_contributing_says_what_the_record_says() -> None:
+    words = " ".join((HERE.parent / "CONTRIBUTING.md").read_text().split())
     assert gpu_record.passed(gpu_record.read(gpu_record.PLACES[0])) in words
 
 
