@@ -59,7 +59,7 @@ AMPLIFIED, CLEARLY = 128, 1000.0  # longer sequences may amplify errors; then CL
 LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
 ANY = 1e200  # the tolerance of a row whose value means nothing: every finite number is within it, NaN is not
 CHUNKS = (64, 16, 32, 128, 48)  # 48, because all other lengths begin a chunk at every 128th token
-ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
+ORIGIN = f"{KAPPA:g} times the expected rounding error"
 _LARGE = 2**24  # numbers in a call's inputs above which a GPU, too, uses LOOKS and judges parts alone
 
 

@@ -25,7 +25,7 @@ from properties.layer_laws import LAYER_LAWS
 from properties.module_domain import ModuleDomain
 from properties.module_laws import MODULE_LAWS
 from properties.names import unknown
-from properties.path_domain import PathDomain
+from properties.path_domain import OPERATIONS, PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
@@ -72,7 +72,7 @@ BOOKS = (
         ParallelCase,
         PathDomain,
         PATH_LAWS,
-        ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d"),
+        OPERATIONS,
         SMALLER_PATHS,
         LAYOUT_INPUTS,
     ),

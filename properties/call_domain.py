@@ -72,6 +72,10 @@ class CallDomain:
         for axis, choices in self.sizes:
             if axis not in self.axes or not choices or not all(isinstance(size, int) and size > 0 for size in choices):
                 raise ValueError(f"sizes must map axes among {', '.join(self.axes)} to numbers from 1 up, got {axis}: {choices!r}")
+        if {"H", "HV"} <= {*self.axes} and not self.head_pairs:
+            raise ValueError(
+                f"sizes must have a multiple of a size of H for HV, got H: {self.choices('H')!r} and HV: {self.choices('HV')!r}"
+            )
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
         if not (self.packed or self.batched):
@@ -97,6 +101,11 @@ class CallDomain:
         """The axes whose sizes are drawn, in the order in which they first come."""
         found = (axis for text in (self.takes, self.gives) for argument in arguments_of(text) for axis in argument.axes)
         return tuple(axis for axis in dict.fromkeys(found) if axis not in ("B", "T", "N"))
+
+    @property
+    def head_pairs(self) -> list[tuple[int, int]]:
+        """The sizes of H and HV that go together, of those that are drawn for the two axes."""
+        return [(heads, value) for heads in self.choices("H") for value in self.choices("HV") if value % heads == 0]
 
     def choices(self, axis: str) -> tuple[int, ...]:
         """Return the sizes that are drawn for an axis."""
@@ -190,8 +199,9 @@ def call_cases(
         if further:
             drawn = (_far(chance, domain.longest),) * min(rows, 2)
     sizes = {axis: chance.choice(domain.choices(axis)) for axis in domain.axes}
-    if "H" in sizes and "HV" in sizes and "HV" not in dict(domain.sizes):
-        sizes["HV"] = sizes["H"] * chance.choice((1, 2, 3))
+    if "H" in sizes and "HV" in sizes:
+        groups = tuple(sizes["H"] * times for times in (1, 2, 3)) if "HV" not in dict(domain.sizes) else ()
+        sizes["H"], sizes["HV"] = chance.choice([(sizes["H"], size) for size in groups] or domain.head_pairs)
     return CallCase(
         drawn,
         takes=domain.takes,

@@ -150,7 +150,7 @@ CALL_LAWS: dict[str, Law] = {
             "later tokens change no earlier output, bit for bit if isolated=True",
             lambda domain: examples_of(_small(domain), common_laws.inner),
             _future,
-            _promised(causal=True),
+            common_laws.first_of(_promised(causal=True), common_laws.two_tokens),
             place=common_laws.inner,
         ),
         Law(

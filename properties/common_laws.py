@@ -548,6 +548,16 @@ def one_batch_row(case: Any, _: str | None) -> str | None:
     return "one sequence, packed=no" if case.packed or len(case.lengths) > 1 else None
 
 
+def two_tokens(domain: Any) -> str | None:
+    """Return why no sequence of a domain can be cut in two, or None."""
+    return None if domain.longest is None or domain.longest > 1 else f"longest={domain.longest}: no sequence has two tokens"
+
+
+def first_of(*needs: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """Return a function that returns the first reason that any of the functions returns for a domain, or None."""
+    return lambda domain: next((lacking for need in needs if (lacking := need(domain))), None)
+
+
 def require(**flags: bool) -> Callable[[Any], str | None]:
     """Return a function that returns which of the wanted flags a domain lacks, or None."""
 

@@ -1,6 +1,7 @@
 """Domains: what an adapter supports, as data. Cases are drawn inside a domain; a case outside it is unsupported."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from oracles.operations import RULES
@@ -33,6 +34,7 @@ LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the sma
 MOST_STEP = 1024  # the largest `length_step`
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
+LEAST_BATCH_HEADS = 512  # the largest product of sequences and value heads that laws draw or make, beside the case of a crowd
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
@@ -136,10 +138,7 @@ class Domain:
             ("offsets", OFFSETS),
             ("state_dtypes", STATE_DTYPES),
         )
-        for name, choices in tuples:
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        check_tuples(self, *tuples)
         for name in ("left_out", "channel_decays"):
             if "none" not in getattr(self, name):
                 raise ValueError(f"{name} must contain none, because some cases need it, got {', '.join(getattr(self, name))}")
@@ -160,14 +159,7 @@ class Domain:
         ):
             what = f"at least {least}" + (f" and a multiple of length_step={step}" if step > 1 else "")
             raise ValueError(f"longest must be None or {what}, got {self.longest!r}")
-        if not isinstance(self.width_step, int) or self.width_step < 1:
-            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
-        for name in ("key_dims", "value_dims"):
-            span = getattr(self, name)
-            if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
-                raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
-            if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
-                raise ValueError(f"{name} must contain a width in steps of {self.width_step}, from 1 up, got {span}")
+        check_spans(self, "key_dims", "value_dims")
         check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == Domain.key_dims and self.width_step == 1)
         check_widths("value_widths", self.value_widths, "value_dims", self.value_dims == Domain.value_dims and self.width_step == 1)
         if self.equal_widths and not any(self.has_key(width) and self.has_value(width) for width in range(1, MAX_WIDTH + 1)):
@@ -202,8 +194,11 @@ class Domain:
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
         check_sizes(self.long, self.chunk)
-        if self.batch_heads is not None and (not isinstance(self.batch_heads, int) or self.batch_heads < 1):
-            raise ValueError(f"batch_heads must be None or at least 1, got {self.batch_heads!r}")
+        if self.batch_heads is not None and (not isinstance(self.batch_heads, int) or self.batch_heads < LEAST_BATCH_HEADS):
+            raise ValueError(
+                f"batch_heads must be None or at least {LEAST_BATCH_HEADS}, because laws call batches of as many, "
+                f"got {self.batch_heads!r}"
+            )
 
     @property
     def drawn_scales(self) -> tuple[str, ...]:
@@ -353,10 +348,37 @@ def check_sizes(long: int, chunk: int = 64) -> None:
             raise ValueError(f"{name} must be in {least}..{MAX_TOKENS}, got {number!r}")
 
 
-def check_widths(name: str, widths: object, span: str, span_left: bool) -> None:  # noqa: FBT001
+def check_tuples(domain: Any, *fields: tuple[str, Sequence[Any]], least: int = 1) -> None:
+    """Raise ValueError for a field, given with its choices, that is not a tuple of `least` or more of these choices."""
+    for name, choices in fields:
+        values = getattr(domain, name)
+        if not isinstance(values, tuple) or len(values) < least or not all(value in choices for value in values):
+            raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {values!r}")
+
+
+def check_spans(domain: Any, *names: str, most: int = MAX_WIDTH) -> None:
+    """Raise ValueError for a `width_step` below 1, or for a field that is no range with a width of up to `most`."""
+    step = domain.width_step
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ValueError(f"width_step must be at least 1, got {step!r}")
+    for name in names:
+        span = getattr(domain, name)
+        if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+            raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
+        if span[0] < 1 or -(-span[0] // step) * step > min(span[1], most):
+            raise ValueError(f"{name} must contain a width in steps of {step}, from 1 to {most}, got {span}")
+
+
+def check_whole(name: str, values: object, most: int) -> None:
+    """Raise ValueError for values that are no tuple of whole numbers from 1 to `most`, or that are none."""
+    if not (isinstance(values, tuple) and values and all(isinstance(value, int) and 1 <= value <= most for value in values)):
+        raise ValueError(f"{name} must be a tuple of whole numbers in 1..{most}, got {values!r}")
+
+
+def check_widths(name: str, widths: object, span: str, span_left: bool, most: int = MAX_WIDTH) -> None:  # noqa: FBT001
     """Raise ValueError for a list of widths that is wrong, or that stands beside the range which it replaces."""
-    if not (isinstance(widths, tuple) and all(isinstance(width, int) and 1 <= width <= MAX_WIDTH for width in widths)):
-        raise ValueError(f"{name} must be a tuple of whole numbers in 1..{MAX_WIDTH}, got {widths!r}")
+    if widths != ():
+        check_whole(name, widths, most)
     if widths and not span_left:
         raise ValueError(f"{span} and width_step must be left out with {name}, which lists the widths, got {name}={widths}")
 

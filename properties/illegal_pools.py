@@ -124,7 +124,8 @@ def _case(domain: PoolDomain) -> PoolCase:
         rule=rule.operation,
         in_kernel=kernel["in_kernel"],
         decay=kernel["decay"],
-        state_dtype=domain.state_dtypes[0],
+        parameter_dtype=rule.parameter_dtypes[0] if rule.in_kernel[0] in ("gate", "both") else "fp32",
+        state_dtype=domain.states_of(rule.dtypes[0])[0],
     )
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from oracles.norm import GATINGS
 from properties.cases.layer_case import EPS, LAYERS, VALUES, LayerCase
-from properties.cases.path_case import GATES
+from properties.cases.module_case import MAX_CONV_WIDTH
+from properties.cases.path_case import GATES, MOST_WIDTH
 from properties.cases.rule_case import PARAMETER_DTYPES
-from properties.domain import check_sizes
+from properties.domain import check_sizes, check_tuples, check_whole
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import FEW_HEADS, kind_of, large_lengths
@@ -77,14 +78,9 @@ class LayerDomain:
         check_options(self.options)
         if self.operation == "kda_layer" and self.gatings != ("silu",):
             raise ValueError(f"gatings must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gatings!r}")
-        for name, choices in tuples:
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
-        for name in ("widths", "conv_widths"):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or not all(isinstance(width, int) and width > 0 for width in values):
-                raise ValueError(f"{name} must be a tuple of whole numbers from 1 up, got {values!r}")
+        check_tuples(self, *tuples)
+        check_whole("widths", self.widths, MOST_WIDTH)
+        check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
         check_sizes(self.long, self.chunk)
@@ -107,7 +103,7 @@ class LayerDomain:
             (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
             (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
             (case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
-            (case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.caches or not case.cached, "cached=yes is not supported"),
             (self.state_gradients or not (case.cached and case.backward), "backward=yes with cached=yes is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),

@@ -91,10 +91,6 @@ def _promises(name: str) -> Callable[[LayerDomain], str | None]:
     return needs
 
 
-def _first(*needs: Callable[[LayerDomain], str | None]) -> Callable[[LayerDomain], str | None]:
-    return lambda domain: next((lacking for need in needs if (lacking := need(domain))), None)
-
-
 def _prompts(case: LayerCase) -> range:
     """Return the lengths that a prompt may have."""
     return range(1, case.lengths[0]) if not case.packed and case.cached and not case.backward else range(0)
@@ -113,7 +109,7 @@ def _cache_examples(draw: st.DrawFn, domain: LayerDomain) -> Example:
     brief = chance.random() < 2 / 3
     case = draw((short if brief else long).filter(lambda case: len(_prompts(case)) > 0))
     early = [at for at in _prompts(case) if at < case.conv_width]
-    at = chance.choice(early if brief and chance.random() < 1 / 2 else _prompts(case))
+    at = chance.choice(early if brief and chance.random() < 1 / 2 and early else _prompts(case))
     return Example(case, at, chance.choice(GOING_ON) if brief else "piece")
 
 
@@ -139,7 +135,7 @@ LAYER_LAWS: dict[str, Law] = {
                 layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), common_laws.several
             ),
             common_laws.packed,
-            _first(_promises("packed"), _promises("batched")),
+            common_laws.first_of(_promises("packed"), _promises("batched")),
             place=common_laws.several,
             lacks=common_laws.has_words(packed="yes"),
         ),
@@ -167,7 +163,7 @@ LAYER_LAWS: dict[str, Law] = {
                 layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
             ),
             common_laws.left_padding,
-            _first(_promises("attention_mask"), _promises("batched")),
+            common_laws.first_of(_promises("attention_mask"), _promises("batched")),
             lacks=_padded_lacks,
         ),
         Law(
@@ -176,9 +172,10 @@ LAYER_LAWS: dict[str, Law] = {
             "a prompt in one call, then the other tokens one at a time or in one call, give what one call for all tokens gives",
             _cache_examples,
             _cache,
-            _first(_promises("caches"), _promises("batched")),
+            common_laws.first_of(_promises("caches"), _promises("batched")),
             variants=GOING_ON,
             place=_prompts,
+            within=common_laws.plain,
         ),
         Law(
             "memory",

@@ -11,6 +11,8 @@ from oracles.norm import GATINGS
 from properties.cases.module_case import (
     ACTIVATIONS,
     EPS,
+    MAX_CONV_WIDTH,
+    MAX_WIDTH,
     MODULES,
     RESIDUALS,
     STATE_COLUMNS,
@@ -20,7 +22,7 @@ from properties.cases.module_case import (
 )
 from properties.cases.rule_case import PARAMETER_DTYPES
 from properties.cases.rule_numbers import LOWER_BOUNDS
-from properties.domain import LARGEST, OFFSETS, check_sizes, check_widths, inside
+from properties.domain import LARGEST, OFFSETS, check_sizes, check_spans, check_tuples, check_whole, check_widths, inside
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import kind_of, large_lengths
@@ -43,11 +45,11 @@ class ModuleDomain:
     `bias` whether it takes a bias. `beta` says whether it computes beta beside the gate, `eps` which of a case's values it can be
     given, and `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have:
     "W", or "W-1" without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start
-    of a batch's rows. `longest` limits the drawn lengths, for implementations that are slow on long sequences. `views`,
-    `deterministic` and `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and
-    sequences. `residuals` says whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions
-    of a norm's gate. `lower_bounds`, `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets
-    `long`, the most tokens of its long cases (0 for none).
+    of a batch's rows. Every sequence has at most `longest` tokens. `views`, `deterministic` and `position_independent` mean the
+    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a
+    residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`,
+    `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its
+    long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -98,10 +100,7 @@ class ModuleDomain:
             *(("gatings", GATINGS), ("lower_bounds", tuple(LOWER_BOUNDS)), ("parameter_dtypes", PARAMETER_DTYPES)),
             ("offsets", OFFSETS),
         )
-        for name, choices in tuples:
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        check_tuples(self, *tuples)
         if self.largest_values not in LARGEST:
             raise ValueError(f"largest_values must be one of {', '.join(LARGEST)}, got {self.largest_values!r}")
         if "returned" in self.residuals and self.operation != "gated_rms_norm":
@@ -109,20 +108,15 @@ class ModuleDomain:
         check_options(self.options, self.exact_options)
         if self.state_columns not in STATE_COLUMNS:
             raise ValueError(f"state_columns must be one of {', '.join(STATE_COLUMNS)}, got {self.state_columns!r}")
-        if not isinstance(self.width_step, int) or self.width_step < 1:
-            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
-        span, taps = self.widths, self.conv_widths
-        if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
-            raise ValueError(f"widths must be a tuple (least, most), got {span!r}")
-        if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
-            raise ValueError(f"widths must contain a width in steps of {self.width_step}, from 1 up, got {span}")
-        check_widths("fixed_widths", self.fixed_widths, "widths", span == ModuleDomain.widths and self.width_step == 1)
-        if not (isinstance(taps, tuple) and taps and all(isinstance(width, int) and width >= 1 for width in taps)):
-            raise ValueError(f"conv_widths must be a tuple of whole numbers, at least 1, got {taps!r}")
+        check_spans(self, "widths", most=MAX_WIDTH)
+        check_widths("fixed_widths", self.fixed_widths, "widths", self.widths == ModuleDomain.widths and self.width_step == 1)
+        check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
+        if not self.batched and "packed" not in words_of(self.operation):
+            raise ValueError(f"batched must be True for {self.operation}, which has no packed sequences, got False")
         check_sizes(self.long)
 
     @property
@@ -164,6 +158,7 @@ class ModuleDomain:
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (max(case.lengths) <= self.longest, f"lengths={max(case.lengths)}: more than {self.longest} tokens are not supported"),
             (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
             (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),

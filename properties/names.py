@@ -1,4 +1,4 @@
-"""Names that a person may misspell: the nearest known one, and domains that refuse a field that they do not have."""
+"""Names that a person may misspell: the nearest known one, and domains that refuse unknown fields and flags that are no bools."""
 
 import dataclasses
 import difflib
@@ -22,8 +22,12 @@ def unknown(kind: str, word: str, names: Iterable[str]) -> str:
 
 
 def known_fields(kind: type[T]) -> type[T]:
-    """Let a dataclass refuse a keyword that is none of its fields by a TypeError that names the nearest field and all of them."""
+    """Let a dataclass refuse a keyword that is none of its fields by a TypeError that names the nearest field and all of them.
+
+    A field whose default is True or False takes nothing else: "no", for one, would mean True. ValueError for another value.
+    """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    flags = [field.name for field in dataclasses.fields(kind) if isinstance(field.default, bool)]  # type: ignore[arg-type]
     plain = kind.__init__
 
     @functools.wraps(plain)
@@ -32,6 +36,8 @@ def known_fields(kind: type[T]) -> type[T]:
             near = did_you_mean(unknown, names)
             raise TypeError(f"{kind.__name__} has no field {unknown!r}{near}; there are {', '.join(names)}")
         plain(self, *values, **fields)
+        if odd := next((name for name in flags if not isinstance(getattr(self, name), bool)), None):
+            raise ValueError(f"{odd} must be True or False, got {getattr(self, odd)!r}")
 
     setattr(kind, "__init__", checked)  # noqa: B010 - mypy refuses the assignment
     return kind

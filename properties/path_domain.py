@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from oracles.counter import mix_words
-from properties.cases.path_case import CHOICES, ParallelCase
+from oracles.operation import DTYPES
+from properties.cases.module_case import MAX_CONV_WIDTH
+from properties.cases.path_case import CHOICES, LAYOUTS, MAX_RANKS, MAX_TOKENS, MOST_WIDTH, ParallelCase
+from properties.domain import check_sizes, check_tuples, check_whole
 from properties.names import known_fields
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
@@ -20,6 +23,8 @@ SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
 SHARED = 3 / 4  # share of a layer's cases with cp over 1
 LONGEST = 66
+MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
+OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 
 
@@ -94,6 +99,34 @@ class PathDomain:
     forms: tuple[Form, ...] = ()
     chunk: int = 64
 
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
+        for name, most in (("ranks", MAX_RANKS), ("exchange_ranks", MAX_RANKS), ("longest", MAX_TOKENS)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+        check_tuples(self, ("layouts", LAYOUTS), ("dtypes", tuple(DTYPES)), ("offsets", ("int64", "int32")))
+        if self.operation == "gdn_layer" and self.layouts != ("zigzag",):
+            raise ValueError(f"layouts must be zigzag alone for gdn_layer, got {', '.join(self.layouts)}")
+        check_whole("widths", self.widths, MOST_WIDTH)
+        if self.compiled_widths != ():
+            check_whole("compiled_widths", self.compiled_widths, MOST_WIDTH)
+        check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
+        _check_choices(self.choices)
+        values = tuple(f"{name}={value}" for name, several in CHOICES.items() for value in several)
+        check_tuples(self, ("slow", values), ("tf32", values), least=0)
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+        if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:
+            raise ValueError(f"least_piece must be in 0..{MOST_PIECE}, got {self.least_piece!r}")
+        if not self.packed and self.longest < 4 * self.least_piece:
+            raise ValueError(
+                f"longest must be at least 4 * least_piece = {4 * self.least_piece} without packed sequences, because two ranks "
+                f"have up to four pieces of a sequence, got {self.longest}"
+            )
+        check_sizes(0, self.chunk)
+
     def outside(self, case: ParallelCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
         checks = (
@@ -110,7 +143,7 @@ class PathDomain:
             (self.padded or case.padding == "none", f"padding={case.padding} is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
-            (case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
             (
@@ -142,6 +175,20 @@ class PathDomain:
             return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
         return cls(**{name: frozen(value) for name, value in data.items()})
+
+
+def _check_choices(choices: object) -> None:
+    """Raise ValueError unless choices are pairs of a name of CHOICES and a tuple of some of its values, each name once."""
+    pairs = choices if isinstance(choices, tuple) else (None,)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], tuple) for pair in pairs):
+        raise ValueError(f"choices must be pairs of a name and a tuple of values, got {choices!r}")
+    for name, values in pairs:
+        if name not in CHOICES:
+            raise ValueError(f"choices must name some of {', '.join(CHOICES)}, got {name!r}")
+        if not values or not {*values} <= {*CHOICES[name]}:
+            raise ValueError(f"choices must have some of {', '.join(CHOICES[name])} for {name}, got {values!r}")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError(f"choices must name each choice once, got {', '.join(name for name, _ in pairs)}")
 
 
 def case_ranks(case: ParallelCase) -> int:
@@ -285,7 +332,8 @@ def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int
     if domain.operation == "gdn_layer":
         for name, choices in domain.choices:
             options = fixed.get(name, choices)
-            values[name] = options if isinstance(options, tuple) else (options,)
+            options = options if isinstance(options, tuple) else (options,)
+            values[name] = tuple(value for value in options if value in choices) or choices
         plain = {name: tuple(value for value in several if value != "fla") for name, several in values.items()}
         compiled = plain != values and (not all(plain.values()) or chance.random() < COMPILED)
         values = values if compiled else plain

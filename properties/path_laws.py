@@ -321,8 +321,13 @@ def _path(
 
 
 def _many(domain: PathDomain) -> PathDomain:
-    """Return the domain with all the ranks that exchanges without a layer may have."""
-    return dataclasses.replace(domain, ranks=domain.exchange_ranks)
+    """Return the domain with all the ranks that exchanges without a layer may have. Nothing is compiled for them."""
+    return dataclasses.replace(domain, ranks=domain.exchange_ranks, forms=())
+
+
+def _plainest(domain: PathDomain) -> str | tuple[str, ...]:
+    """Return float32, which is enough for laws about layouts, or the dtypes of a domain without it."""
+    return "fp32" if "fp32" in domain.dtypes else domain.dtypes
 
 
 def _needs(**wanted: bool) -> Callable[[PathDomain], str | None]:
@@ -449,34 +454,41 @@ PATH_LAWS: dict[str, Law] = {
             "exchange",
             "exact",
             "tagged numbers arrive where the layout puts them, from tokens to heads or back, and so do their gradients",
-            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY), lambda case: WAYS),
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype=_plainest(domain), **LAYOUT_ONLY), lambda case: WAYS),
             _exchange,
             _needs_layer(exchanges=True),
             variants=WAYS,
+            within=_many,
         ),
         Law(
             "round_trip",
             "exact",
             "the exchange from tokens to heads and back is the identity, forward and backward, bit for bit",
-            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY)),
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype=_plainest(domain), **LAYOUT_ONLY)),
             _round_trip,
             _needs_layer(exchanges=True),
+            within=_many,
         ),
         Law(
             "fused",
             "exact",
             "the fused exchange equals a separate exchange for each sequence, forward and backward, bit for bit",
             lambda domain: _paths(
-                path_cases(_many(domain), tokens=400, dtype="fp32", packed=True, **LAYOUT_ONLY).filter(lambda case: case.tokens > 0)
+                path_cases(_many(domain), tokens=400, dtype=_plainest(domain), packed=True, **LAYOUT_ONLY).filter(
+                    lambda case: case.tokens > 0
+                )
             ),
             _fused,
-            lambda domain: _needs_layer(exchanges=True)(domain) or _has("thd_all_to_all", "fused", "per_sequence")(domain),
+            lambda domain: (
+                _needs_layer(exchanges=True, packed=True)(domain) or _has("thd_all_to_all", "fused", "per_sequence")(domain)
+            ),
+            within=_many,
         ),
         Law(
             "traffic",
             "exact",
             "the number and bytes of all-to-alls are as designed: one each way if fused, else one for each section of a sequence",
-            lambda domain: _paths(path_cases(domain, tokens=60, dtype="fp32", **_QUICK)),
+            lambda domain: _paths(path_cases(domain, tokens=60, dtype=_plainest(domain), **_QUICK)),
             _traffic,
             _needs_layer(counts=True),
         ),
@@ -485,11 +497,14 @@ PATH_LAWS: dict[str, Law] = {
             "exact",
             "an illegal layout is refused on every rank with the same message, before any communication",
             lambda domain: _paths(
-                path_cases(domain, tokens=60, dtype="fp32", **_QUICK),
+                path_cases(domain, tokens=60, dtype=_plainest(domain), **_QUICK),
                 _illegal_of,
             ),
             _refused,
-            _needs_layer(refuses=True),
+            lambda domain: (
+                _needs_layer(refuses=True)(domain)
+                or (None if domain.packed or domain.ranks > 1 else "one rank can split no batch in an illegal way")
+            ),
             variants=ILLEGAL,
             lacks=_illegal,
         ),
@@ -498,7 +513,7 @@ PATH_LAWS: dict[str, Law] = {
             "exact",
             "a checkpoint is cut section by section, and loads on any other mesh, bit for bit",
             lambda domain: _paths(
-                path_cases(domain, tokens=16, dtype="fp32", **_QUICK),
+                path_cases(domain, tokens=16, dtype=_plainest(domain), **_QUICK),
                 lambda case: [mesh for mesh in MESHES if _divides(case, mesh) is None],
             ),
             _reshard,

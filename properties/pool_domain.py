@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles.operation import DTYPES
 from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.cases.rule_case import BETAS
-from properties.domain import VIEWS, Domain
+from properties.domain import VIEWS, Domain, check_tuples
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.strategies import EDGES, HEADS, decay_of, gates_of, keys_of, values_of
@@ -18,13 +18,17 @@ from properties.strategies import EDGES, HEADS, decay_of, gates_of, keys_of, val
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
-# Fields that `rule` must leave out. Four are about states outside a pool. `length_step` is about prompts of whole chunks, and the
-# tokens of a request are none; `most_tokens` limits these. A PoolCase has no words for the others; `options` are those of the
-# PoolDomain.
-NOT_OF_POOLS = (
-    *("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step", "longest"),
-    *("left_out", "channel_decays", "lower_bounds", "parameter_dtypes", "options", "exact_options"),
-)
+POOL_STATES = (*DTYPES, "input")
+# Fields that `rule` must leave out, each with the reason. `length_step` is about prompts of whole chunks, and a request has none.
+_OWN = "because a PoolDomain has {} itself"
+NOT_OF_POOLS = {
+    **dict.fromkeys(("state_dtypes", "final_dtype"), _OWN.format("state_dtypes, the dtypes of the pool,")),
+    **dict.fromkeys(("options", "exact_options"), _OWN.format("options")),
+    "longest": _OWN.format("most_tokens"),
+    **dict.fromkeys(("initial_states", "final_states"), "because every request of a pool has a state"),
+    "length_step": "because a request may have any number of tokens",
+    **dict.fromkeys(("left_out", "channel_decays", "lower_bounds"), "because decode has no such argument"),
+}
 
 
 @known_fields
@@ -41,12 +45,12 @@ class PoolDomain:
 
     `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and
     its memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of
-    the pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is
-    True. `trees` says whether the tokens of a request may be a tree, in which each follows any earlier one. `refills` says
-    whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers of a CUDA
-    graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots may lie apart from each other
-    in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views of `Domain`, and "fused" for
-    tokens that lie side by side in one tensor with others. `options` means the same as in Domain.
+    the pool; "input" means that of the tokens. `empty_first` says whether a packed request without tokens may stand before one
+    with tokens, if `rule.empty` is True. `trees` says whether the tokens of a request may be a tree, in which each follows any
+    earlier one. `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do
+    with the buffers of a CUDA graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots
+    may lie apart from each other in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views
+    of `Domain`, and "fused" for tokens that lie side by side in one tensor with others. `options` means the same as in Domain.
 
     ValueError for a field outside its choices or range.
     """
@@ -77,24 +81,15 @@ class PoolDomain:
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
         check_options(self.options)
-        for name in NOT_OF_POOLS:
+        for name, reason in NOT_OF_POOLS.items():
             if getattr(self.rule, name) != getattr(Domain, name):
-                raise ValueError(f"rule must leave out {name}, which a pool has no use for, got {getattr(self.rule, name)!r}")
+                raise ValueError(f"rule must leave out {name}, {reason}, got {getattr(self.rule, name)!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
             raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
-        tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
-            ("padding_slots", PADDING_SLOTS, 0),
-            ("indices", ("int64", "int32"), 1),
-            ("blocks", BLOCK_SIZES, 0),
-            ("state_dtypes", tuple(DTYPES), 1),
-            ("views", POOL_VIEWS, 1),
-        )
-        for name, choices, least in tuples:
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or len(values) < least or not set(values) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {values!r}")
+        check_tuples(self, ("padding_slots", PADDING_SLOTS), ("blocks", BLOCK_SIZES), least=0)
+        check_tuples(self, ("indices", ("int64", "int32")), ("state_dtypes", POOL_STATES), ("views", POOL_VIEWS))
 
     def outside(self, case: PoolCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -109,17 +104,24 @@ class PoolDomain:
             (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
-            (self.rejects or min(kept) > 0, "accepted=any: keeping no token of a draft is not supported"),
+            (self.rejects or min(kept, default=1) > 0, "accepted=any: keeping no token of a draft is not supported"),
             (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
             (
                 self.empty_first or case.lengths == _empty_last(case.lengths),
                 "a request without tokens before others is not supported",
             ),
             (self.trees or case.drafts == "chain", f"drafts={case.drafts} is not supported"),
-            (case.state_dtype in self.state_dtypes, f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}"),
+            (
+                case.state_dtype in self.states_of(case.dtype),
+                f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}",
+            ),
         )
         found = next((reason for inside, reason in checks if not inside), None)
         return found or outside_options(self.options, case.options) or self.rule.outside(case.call())
+
+    def states_of(self, dtype: str) -> tuple[str, ...]:
+        """Return the dtypes of the pool in calls whose tokens have a dtype."""
+        return tuple(dtype if name == "input" else name for name in self.state_dtypes)
 
     @property
     def block_choices(self) -> tuple[str, ...]:
@@ -157,7 +159,7 @@ def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[
         drawn = [chance.randint(1, longest) if packed else longest for _ in range(count)]
         drawn[chance.randrange(count) if packed else 0] = longest
     else:
-        drawn = [chance.choice((1, 1, 1, 2, 3)) for _ in range(count)]
+        drawn = [min(most, chance.choice((1, 1, 1, 2, 3))) for _ in range(count)]
         drawn[chance.randrange(count)] = chance.choice([n for n in (*EDGES, 16, 32, 64, 128) if n <= most])
     if packed and rule.empty and count > 1:
         drawn = [0 if chance.random() < 1 / 12 else length for length in drawn]
@@ -189,8 +191,9 @@ def pool_cases(
         values = fixed.get(name, choices)
         return chance.choice(values) if isinstance(values, tuple) else values
 
-    if isinstance(fixed.get("values"), tuple):
-        fixed["values"] = tuple(regime for regime in fixed["values"] if regime in domain.rule.values) or ("ordinary",)
+    for name, allowed, simplest in (("gate", domain.rule.gates, "forever"), ("values", domain.rule.values, "ordinary")):
+        if isinstance(fixed.get(name), tuple):
+            fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
 
     def which(name: str, choices: tuple[str, ...]) -> str:
         values = fixed.get(name, choices)
@@ -215,6 +218,9 @@ def pool_cases(
     spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
     room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
     kernel = _of_kernel(field, domain)
+    dtype = field("dtype", rule.dtypes)
+    if kernel.get("state_dtype") == "input":
+        kernel["state_dtype"] = dtype
     gates = gates_of(rule, kernel.get("in_kernel", rule.in_kernel[0]), kernel)
     case = PoolCase(
         lengths,
@@ -223,7 +229,7 @@ def pool_cases(
         value_heads=value_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        dtype=field("dtype", rule.dtypes),
+        dtype=dtype,
         gate=field("gate", gates),
         gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
@@ -247,6 +253,8 @@ def pool_cases(
         **kernel,
         drafts=field("drafts", ("chain", "tree", "tree")) if domain.trees and 1 < max(lengths) <= TREE else "chain",
     )
+    if case.call().gate_inside and rule.parameter_dtypes != ("fp32",):  # drawn last, so that other words do not depend on it
+        case = dataclasses.replace(case, parameter_dtype=field("parameter_dtype", rule.parameter_dtypes))
     return dataclasses.replace(case, options=draw_options(chance, domain.options))
 
 

@@ -207,6 +207,7 @@ LAWS: dict[str, Law] = {
             ),
             place=steps,
             lacks=one_batch_row,
+            within=plain,
         ),
         Law(
             "packed",
@@ -403,7 +404,9 @@ def _cuts_several(domain: Domain) -> bool:
 
 def _root_widths(domain: Domain) -> tuple[int, ...]:
     """Return the key widths of the domain for which the default scale, K ** -0.5, is a power of two."""
-    return tuple(width for width in (1, 4, 16, 64, 256) if domain.has_key(width))
+    return tuple(
+        width for width in (1, 4, 16, 64, 256) if domain.has_key(width) and (not domain.equal_widths or domain.has_value(width))
+    )
 
 
 def _many(domain: Domain) -> tuple[tuple[int, int], ...]:

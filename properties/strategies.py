@@ -110,10 +110,10 @@ def lengths(
     """Draw lengths of sequences, around block sizes or anything up to `longest`, with at most `total` tokens.
 
     With `empty`, one in ten has no tokens. With `many`, one batch in six is 5 to 12 short sequences, or more than a warp has
-    threads. With a `step`, all lengths are multiples of it, even if one `step` is more than `longest` or `total`.
+    threads. With a `step`, all lengths are multiples of it, even if one `step` for each sequence is more than `longest` or `total`.
     """
     if step > 1:
-        steps = lengths(chance, sequences, max(1, longest // step), max(1, total // step), empty=empty, many=many)
+        steps = lengths(chance, sequences, max(1, longest // step), max(sequences[0], total // step), empty=empty, many=many)
         return tuple(step * length for length in steps)
     if many and chance.random() < 1 / 6:
         short, count = (3, chance.randint(33, 70)) if total >= CROWDED and chance.random() < 1 / 2 else (5, chance.randint(5, 12))

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
-from properties.cases.trace_case import FREE, GATES, MOST_ROWS, PADDING_SLOTS, TraceCase
+from properties.cases.trace_case import FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
 from properties.cases.trace_events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
-from properties.domain import check_widths, inside
+from properties.domain import check_spans, check_tuples, check_widths, inside
 from properties.names import known_fields
 from properties.strategies import widths
 
@@ -68,39 +68,24 @@ class TraceDomain:
     def __post_init__(self) -> None:
         if self.operation != "serving":
             raise ValueError(f"operation must be serving, got {self.operation!r}")
-        tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
-            ("events", EVENTS, 1),
-            ("dtypes", tuple(DTYPES), 1),
-            ("states", tuple(DTYPES), 1),
-            ("widths", CONV_WIDTHS, 1),
-            ("padding_slots", PADDING_SLOTS, 0),
-            ("snapshots", SNAPSHOTS, 1),
-            ("indices", ("int64", "int32"), 1),
+        check_tuples(
+            self,
+            *(("events", EVENTS), ("dtypes", tuple(DTYPES)), ("states", tuple(DTYPES)), ("widths", CONV_WIDTHS)),
+            *(("snapshots", SNAPSHOTS), ("indices", ("int64", "int32"))),
         )
-        for name, choices, least in tuples:
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or len(value) < least or not set(value) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {value!r}")
+        check_tuples(self, ("padding_slots", PADDING_SLOTS), least=0)
         if "prefill" not in self.events:
             raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
         if self.snapshot_dtype not in ("state", "input"):
             raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
-        if not isinstance(self.width_step, int) or self.width_step < 1:
-            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS), ("most_padding", MOST_ROWS)):
             number = getattr(self, name)
             if not isinstance(number, int) or not 1 <= number <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
-        for name in ("key_dims", "value_dims"):
-            span = getattr(self, name)
-            if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
-                raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
-            if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
-                raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
-        check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == TraceDomain.key_dims and self.width_step == 1)
-        check_widths(
-            "value_widths", self.value_widths, "value_dims", self.value_dims == TraceDomain.value_dims and self.width_step == 1
-        )
+        check_spans(self, "key_dims", "value_dims", most=MOST_WIDTH)
+        for name, span in (("key_widths", "key_dims"), ("value_widths", "value_dims")):
+            left = getattr(self, span) == getattr(TraceDomain, span) and self.width_step == 1
+            check_widths(name, getattr(self, name), span, left, MOST_WIDTH)
 
     def outside(self, case: TraceCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -131,18 +116,23 @@ class TraceDomain:
                 for name, names in (("dtype", "dtypes"), ("state", "states"), ("width", "widths"), ("indices", "indices"))
             ),
             *(
-                (
-                    width in listed if listed else inside(width, span, self.width_step),
-                    f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}",
-                )
-                for name, width, span, listed in (
-                    ("key_dim", case.key_dim, self.key_dims, self.key_widths),
-                    ("value_dim", case.value_dim, self.value_dims, self.value_widths),
+                (has, f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}")
+                for name, has, width, span, listed in (
+                    ("key_dim", self.has_key(case.key_dim), case.key_dim, self.key_dims, self.key_widths),
+                    ("value_dim", self.has_value(case.value_dim), case.value_dim, self.value_dims, self.value_widths),
                 )
             ),
             (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} with value_heads={case.value_heads}"),
         )
         return next((reason for holds, reason in checks if not holds), None)
+
+    def has_key(self, width: int) -> bool:
+        """Whether K may be this width."""
+        return width in self.key_widths if self.key_widths else inside(width, self.key_dims, self.width_step)
+
+    def has_value(self, width: int) -> bool:
+        """Whether V may be this width."""
+        return width in self.value_widths if self.value_widths else inside(width, self.value_dims, self.width_step)
 
     def to_json(self) -> dict[str, Any]:
         """Return the domain as plain data."""
@@ -187,6 +177,7 @@ def _listed(domain: TraceDomain, name: str) -> str:
 
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _LONG = (63, 64, 65, 66, 128, 130)
+VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
 
 
@@ -306,7 +297,9 @@ class _Author:
         """Return the rows with padding rows at any place."""
         if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
             for _ in range(min(self.chance.choice((1, 1, 2)), self.domain.most_padding)):
-                rows.insert(self.chance.randint(0, len(rows)), f"{PADDING}{self.chance.choice((1, 2, 3))}" if prefill else PADDING)
+                place = self.chance.randint(0, len(rows))
+                tokens = min(self.chance.choice((1, 2, 3)), self.domain.most_tokens) if prefill else ""
+                rows.insert(place, f"{PADDING}{tokens}")
         return ",".join(rows)
 
 
@@ -320,7 +313,7 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         return chance.choice(value) if isinstance(value, tuple) else value
 
     heads, value_heads = field("groups", ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2)))
-    values = tuple(width for width in (8, 8, 16, 4, 12) if inside(width, domain.value_dims, domain.width_step))
+    values = tuple(width for width in VALUE_WIDTHS if inside(width, domain.value_dims, domain.width_step))
     keys = tuple(width for width in (16, 16, 8) if inside(width, domain.key_dims, domain.width_step))
     fields: dict[str, Any] = {
         "slots": field("slots", (3, 3, 4, 4, 5, 6)),

@@ -12,10 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, TraceCase
+from properties.cases.trace_case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
 from properties.laws import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.strategies import Example
-from properties.trace_domain import TraceDomain, trace_cases
+from properties.trace_domain import VALUE_WIDTHS, TraceDomain, trace_cases
 from properties.trace_play import Moment, Played, Slot, TraceBench, named, play
 from properties.trace_rows import judged
 from properties.trace_tags import tags
@@ -249,12 +249,14 @@ def _promises(name: str) -> Callable[[TraceDomain], str | None]:
     return needs
 
 
+def tag_widths(domain: TraceDomain) -> tuple[int, ...]:
+    """Return the widths of values that are wide enough for tags: those that are drawn, or the least one of the domain."""
+    usual = tuple(width for width in domain.value_widths or VALUE_WIDTHS if width >= TAG_CHANNELS and domain.has_value(width))
+    return usual or tuple(width for width in range(TAG_CHANNELS, MOST_WIDTH + 1) if domain.has_value(width))[:1]
+
+
 def _tag_channels(domain: TraceDomain) -> str | None:
-    return (
-        None
-        if max(domain.value_widths or domain.value_dims) >= TAG_CHANNELS
-        else f"value_dim of at least {TAG_CHANNELS} is not supported"
-    )
+    return None if tag_widths(domain) else f"value_dim of at least {TAG_CHANNELS} is not supported"
 
 
 def _drawn(**fixed: Any) -> Callable[[TraceDomain], st.SearchStrategy[Example]]:
@@ -275,7 +277,7 @@ TRACE_LAWS: dict[str, Law] = {
             "tags",
             "exact",
             "states, windows and outputs hold the tags of accepted tokens and nothing else, exactly",
-            _drawn(free=("nan", "random", "old")),
+            lambda domain: _drawn(free=("nan", "random", "old"), value_dim=tag_widths(domain))(domain),
             tags,
             _tag_channels,
             lacks=_tagable,

@@ -1,5 +1,6 @@
 """A check counts what it saw, repeats itself, survives what kernels do, and says of itself when it could not decide."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from oracles import bound
 from properties.cases.rule_case import Case
@@ -25,9 +28,11 @@ from tests.commands import Command
 from verify.adapters import loader
 from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
+from verify.cli.exits import UNDECIDED, exit_code
 from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
+from verify.engine.compile_plan import Compilers, Plan
 from verify.engine.drawing import seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile
@@ -46,6 +51,7 @@ from verify.zoo import base
 
 RIGHT = "tests/right.py:Chunkwise"
 FEW = Profile("few", 8)
+NOBODY = Compilers([], None)
 TORCH = {"torch": (str(installed("torch")),)}
 
 
@@ -94,8 +100,8 @@ def test_nothing_is_green_by_default(counts: dict[str, int], verdict: Verdict) -
 
 
 def test_reason_of_the_undecided_is_told_with_their_number() -> None:
-    assert overall({Verdict.UNKNOWN: 3, Verdict.HOLDS: 9}, "the oracle gave up")[1] == "3 undecided: the oracle gave up"
-    assert overall({Verdict.HOLDS: 2, Verdict.BLIND: 38})[1].startswith("only 2 of 40 cases could see")
+    assert overall({Verdict.UNKNOWN: 3, Verdict.HOLDS: 9}, "the oracle gave up")[1] == "3 of 12 cases undecided: the oracle gave up"
+    assert overall({Verdict.HOLDS: 2, Verdict.BLIND: 38})[1] == "only 2 of 40 cases could have shown a defect; a verdict needs 5"
 
 
 def test_every_profile_has_enough_cases_to_hold() -> None:
@@ -203,10 +209,10 @@ def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_finding_is_on_disk_before_it_is_shrunk(workers: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
-        raise SystemError("the machine went away")
+        raise SystemExit("the machine went away")
 
     monkeypatch.setattr(explaining, "shrink", killed)
-    with pytest.raises(SystemError):
+    with pytest.raises(SystemExit):
         checked("zoo/ChangesBeta", ["pure"], workers, store)
     (line,) = (store.folder / "findings.jsonl").read_text().splitlines()
     assert '"stage": "found"' in line
@@ -328,6 +334,60 @@ def test_without_a_failure_of_ours_nothing_is_said_of_one(store: Store) -> None:
     reports = checked("fla/chunk", ["oracle"], [worker], store)
     assert (reports[0].fault, text.fault_notice(reports)) == ("", "")
     assert "\n" not in text.law_line(reports[0])
+
+
+def test_a_law_that_cannot_be_drawn_is_undecided_and_the_others_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("oracle", "cut"):
+        monkeypatch.setitem(
+            LAWS, name, dataclasses.replace(LAWS[name], draw=lambda domain: st.integers().filter(lambda number: False))
+        )
+    worker: Any = Answering()
+    reports = {report.law: report for report in checked("fla/chunk", ["oracle", "cut", "pure"], [worker], store)}
+    assert [reports[name].verdict for name in ("oracle", "cut", "pure")] == [Verdict.UNKNOWN, Verdict.UNKNOWN, Verdict.HOLDS]
+    cut = reports["cut"]
+    assert cut.reason.startswith("gdn-verify failed: Unsatisfiable: Unable to satisfy assumptions")
+    assert cut.fault.startswith("Unsatisfiable at verify/engine/drawing.py:")
+    assert text.law_line(cut).endswith("\n  repeat       gdn-verify check fla/chunk --law cut --seed 0")
+    assert text.fault_notice([cut]).endswith("gdn-verify check fla/chunk --law cut --seed 0")
+    assert exit_code([*reports.values()]) == UNDECIDED
+    plan = Plan(Domain(), ["cut", "pure"], 0, lambda law: 2, seeded, lambda law, example: Run(law, "fla/chunk", example), NOBODY)
+    assert len(plan.of("pure").examples) == 2
+    with pytest.raises(hypothesis.errors.Unsatisfiable):
+        plan.of("cut")
+
+
+def test_a_failure_of_ours_while_a_case_shrinks_leaves_the_law_broken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("min() arg is an empty sequence")
+
+    monkeypatch.setattr(law_check, "explain_repeating", fails)
+    worker: Any = Answering(lambda run: 3.0)
+    broken, other = checked("fla/chunk", ["pure", "memory"], [worker], store)
+    for report in (broken, other):
+        assert (report.verdict, report.shrunk) == (Verdict.BROKEN, False)
+        assert report.run == report.first_run == worker.asked[0 if report is broken else -1]
+        assert "ValueError at " in text.failure(report)
+        assert f'repeat       gdn-verify repeat "{report.run}"' in text.failure(report)
+
+
+def test_a_check_that_stops_reports_one_law_even_if_two_break_at_the_same_time(store: Store) -> None:
+    together = threading.Barrier(2)
+
+    def both(run: Run) -> float:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(5.0)  # both laws have a broken case before either is told
+            together.abort()
+        return 3.0
+
+    workers: Any = [Answering(both), Answering(both)]
+    told: list[LawReport] = []
+    reports = checked("fla/chunk", ["pure", "memory", "again"], workers, store, stop_at_first=True, on_report=told.append)
+    assert together.broken
+    assert told == reports
+    (report,) = reports
+    assert report.verdict is Verdict.BROKEN
+    other = workers[report.law == Run.parse(workers[0].asked[0]).law]
+    assert len(other.asked) == 1, "a law that is not reported is not shrunk"
 
 
 def test_blind_law_is_blind_and_an_empty_case_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +644,7 @@ def test_cases_in_place_of_blind_ones_end(workers: list[Worker], store: Store, m
     lines = blind_at_first(monkeypatch, 10**6)
     (report,) = checked(RIGHT, ["cut"], workers[:1], store)
     assert report.verdict is Verdict.UNKNOWN
-    assert report.reason == f"only 0 of {len(lines)} cases could see the defects that the law is about; {ENOUGH} are needed"
+    assert report.reason == f"only 0 of {len(lines)} cases could have shown a defect; a verdict needs {ENOUGH}"
     assert FEW.examples < len(lines) <= (1 + law_check.REPLACEMENTS) * FEW.examples
 
 

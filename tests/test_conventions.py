@@ -215,10 +215,16 @@ def test_what_cannot_be_is_refused(words: dict[str, Any], message: str) -> None:
 
 
 def test_a_pool_has_no_use_for_words_about_other_states() -> None:
-    with pytest.raises(ValueError, match="rule must leave out length_step, which a pool has no use for, got 64"):
+    with pytest.raises(
+        ValueError, match="rule must leave out length_step, because a request may have any number of tokens, got 64"
+    ):
         PoolDomain(rule=Domain(length_step=64, backward=False))
-    for words in ({"left_out": ("none", "gate")}, {"parameter_dtypes": ("input",)}, {"options": (("fast", ("off", "on")),)}):
-        with pytest.raises(ValueError, match=f"rule must leave out {next(iter(words))}"):
+    for words, reason in (
+        ({"left_out": ("none", "gate")}, "because decode has no such argument"),
+        ({"options": (("fast", ("off", "on")),)}, "because a PoolDomain has options itself"),
+        ({"state_dtypes": ("bf16",)}, "because a PoolDomain has state_dtypes, the dtypes of the pool, itself"),
+    ):
+        with pytest.raises(ValueError, match=f"rule must leave out {next(iter(words))}, {reason}, got"):
             PoolDomain(rule=Domain(backward=False, **words))
     domain = PoolDomain(rule=Domain(key_widths=(32, 64), value_widths=(64,), offsets=("int32",), largest_values="ordinary"))
     for law in book_of(domain).laws.values():

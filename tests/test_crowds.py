@@ -73,12 +73,12 @@ def test_in_kernel_gates_alone_and_each_operation_have_such_a_batch() -> None:
 
 
 def test_more_heads_than_a_domain_promises_are_outside() -> None:
-    domain = Domain(batch_heads=12)
-    assert domain.outside(Case((1,) * 3, value_heads=4)) is None
-    assert "batch_heads=12" in str(domain.outside(Case((1,) * 4, value_heads=4)))
-    assert domain.outside(Case((1,) * 4, value_heads=4, packed=True)) is None
-    with pytest.raises(ValueError, match="batch_heads must be None or at least 1, got 0"):
-        Domain(batch_heads=0)
+    domain = Domain(batch_heads=512)
+    assert domain.outside(Case((1,) * 128, value_heads=4)) is None
+    assert "batch_heads=512" in str(domain.outside(Case((1,) * 129, value_heads=4)))
+    assert domain.outside(Case((1,) * 129, value_heads=4, packed=True)) is None
+    with pytest.raises(ValueError, match="batch_heads must be None or at least 512, because laws call batches of as many, got 12"):
+        Domain(batch_heads=12)
 
 
 @pytest.mark.parametrize("name", ["fla/chunk", "fla/chunk_16", "fla/chunk_v_first", "fla/chunk_kda", "fla/chunk_delta_rule"])

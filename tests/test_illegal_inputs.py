@@ -133,7 +133,7 @@ OPTIONS: dict[str, Any] = {"options": (("mode", ("fast", "slow")),)}
 )
 @pytest.mark.slow_after_first
 def test_probe_tells_refusing_from_silent(domain: Any) -> None:
-    for kind, did in ((Refuses, "refuses (TypeError)"), (Silent, "answers silently")):
+    for kind, did in ((Refuses, "refuses (TypeError)"), (Silent, "returns numbers without an error")):
         adapter = kind()
         adapter.domain = domain
         for name in calls(book_named("pools" if isinstance(domain, PoolDomain) else "layers"), domain):
@@ -163,13 +163,13 @@ class Path(PathAdapter):
 @pytest.mark.parametrize(
     ("does", "did"),
     [
-        (("silent", "silent"), "answers silently"),
+        (("silent", "silent"), "returns numbers without an error"),
         (("refuse", "refuse"), "refuses (TypeError)"),
         (("late", "late"), "refuses (TypeError)"),
-        (("refuse", "silent"), "refuses (TypeError) on rank 0, answers silently on rank 1"),
+        (("refuse", "silent"), "refuses (TypeError) on rank 0, returns numbers without an error on rank 1"),
         (("refuse", "wait"), "refuses (TypeError) on rank 0, waits for a rank that has raised an error on rank 1"),
         (("gather", "wait"), "calls other collectives than the other ranks"),
-        (("silent", "wait"), "answers silently on rank 0, calls other collectives than the other ranks on rank 1"),
+        (("silent", "wait"), "returns numbers without an error on rank 0, calls other collectives than the other ranks on rank 1"),
     ],
 )
 def test_probe_tells_what_each_rank_does(does: tuple[str, str], did: str) -> None:
@@ -196,7 +196,7 @@ def test_ranks_get_what_is_wrong_and_only_the_longer_ones_a_token_more() -> None
         "cu_seqlens_padded with less room than a sequence needs": ([10, 10], [0, 9, 20]),
     }
     for name, (tokens, offsets) in wanted.items():
-        assert probe(Sees(), name) == "answers silently"
+        assert probe(Sees(), name) == "returns numbers without an error"
         assert [len(x.hidden) for _, x in sorted(seen.items())] == tokens, name
         assert [x.cu_seqlens.tolist() for x in seen.values()] == [offsets] * 2, name
     probe(Sees(), "heads that the ranks do not divide")
@@ -208,9 +208,11 @@ def test_what_a_law_judges_is_not_reported_and_what_it_does_not_judge_is() -> No
     adapter.domain = PathDomain()
     judged = "not run: the law refused judges this, because the domain has refuses=True"
     for name in CHANGES:
-        assert probe(adapter, name) == (judged if name in JUDGED.values() else "answers silently"), name
+        assert probe(adapter, name) == (judged if name in JUDGED.values() else "returns numbers without an error"), name
     adapter.domain = PathDomain(packed=False)
-    assert probe(adapter, "tokens that 2 cp does not divide") == "answers silently", "the law judges packed calls alone"
+    assert probe(adapter, "tokens that 2 cp does not divide") == "returns numbers without an error", (
+        "the law judges packed calls alone"
+    )
 
 
 def test_path_that_needs_processes_says_how_to_start_them() -> None:
@@ -220,10 +222,10 @@ def test_path_that_needs_processes_says_how_to_start_them() -> None:
 
 
 def test_answers_of_ranks_that_are_processes_are_merged() -> None:
-    refuses, silent = {"did": "refuses (ValueError)", "left": True}, {"did": "answers silently", "left": False}
+    refuses, silent = {"did": "refuses (ValueError)", "left": True}, {"did": "returns numbers without an error", "left": False}
     idle = {"did": IDLE, "reason": IDLE}
     assert merge({0: refuses, 1: refuses, 2: idle}) == {"did": "refuses (ValueError)"}
-    assert merge({1: silent, 0: refuses}) == {"did": "refuses (ValueError) on rank 0, answers silently on rank 1"}
+    assert merge({1: silent, 0: refuses}) == {"did": "refuses (ValueError) on rank 0, returns numbers without an error on rank 1"}
     waits = "rank 1 waits in all_gather"
     assert merge({0: refuses}, waits) == {"did": "refuses (ValueError) on rank 0, while rank 1 waits in all_gather"}
     assert (failed(refuses), failed(silent)) == (True, False)
@@ -238,7 +240,7 @@ def test_worker_says_whether_a_rank_left_its_call() -> None:
     name = "tokens that cp does not divide"
     did = "refuses (TypeError) on rank 0, waits for a rank that has raised an error on rank 1"
     assert answer(Refuse(f"{__file__}:RefusesOrWaits", name).to_json()) == {"did": did, "left": True}
-    assert answer(Refuse(f"{__file__}:Path", name).to_json()) == {"did": "answers silently", "left": False}
+    assert answer(Refuse(f"{__file__}:Path", name).to_json()) == {"did": "returns numbers without an error", "left": False}
 
 
 @pytest.mark.slow
@@ -247,8 +249,10 @@ def test_rank_that_waits_for_one_that_refuses_is_reported_and_the_group_goes_on(
     with RankGroup(2) as group:
         found = group.ask(Refuse(f"{__file__}:RefusesOrWaits", name), 20.0)
         assert found == {"did": "refuses (TypeError) on rank 0, while rank 1 waits in all_reduce"}
-        assert group.ask(Refuse(f"{__file__}:Path", name), 20.0) == {"did": "answers silently"}
-        assert group.ask(Refuse(f"{__file__}:Path", "tokens that tp does not divide"), 20.0) == {"did": "answers silently"}
+        assert group.ask(Refuse(f"{__file__}:Path", name), 20.0) == {"did": "returns numbers without an error"}
+        assert group.ask(Refuse(f"{__file__}:Path", "tokens that tp does not divide"), 20.0) == {
+            "did": "returns numbers without an error"
+        }
 
 
 def test_an_error_of_ranks_is_printed_as_a_reason() -> None:
@@ -307,7 +311,7 @@ class Fails(TraceAdapter):
 
 def test_probe_tells_what_an_engine_does() -> None:
     names = book_named("traces").illegal.names("serving")
-    assert {probe(Silently(), name) for name in names} == {"answers silently"}
+    assert {probe(Silently(), name) for name in names} == {"returns numbers without an error"}
     assert {probe(Fails(), name) for name in names} == {"not run: the legal events before it fail (TypeError)"}
     did = {name: probe(Pool(), name) for name in names}
     assert did["a request that is freed twice"] == "refuses (KeyError)"

@@ -229,7 +229,7 @@ def test_domain_of_training_says_why(domain: LayerDomain, line: str, reason: str
         ({"operation": "conv"}, "operation must be one of gdn_layer, kda_layer, got 'conv'"),
         ({"dtypes": ()}, r"dtypes must be a tuple of some of fp32, bf16, fp16, got \(\)"),
         ({"eps": ("1e-4",)}, r"eps must be a tuple of some of 1e-6, 1e-5, got \('1e-4',\)"),
-        ({"widths": (0,)}, r"widths must be a tuple of whole numbers from 1 up, got \(0,\)"),
+        ({"widths": (0,)}, r"widths must be a tuple of whole numbers in 1..1024, got \(0,\)"),
         ({"packed": False, "batched": False}, "packed or batched must be True, got neither"),
     ],
 )

@@ -33,12 +33,17 @@ from properties.domain import Domain
 from properties.laws import Law
 from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
+from properties.module_laws import MODULE_LAWS
 from properties.palette import Palette, draw_palette, key_of, number_of, real_case, sample, with_key
 from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import FAR_HEADS, HEADS, UNEVEN, WIDTHS, Example
 from tests.alone import answered
+from verify.adapters import loader
+from verify.adapters.loader import AdapterError
+from verify.adapters.registry import BUILT_IN
+from verify.engine.compile_plan import on_gpu
 from verify.process.worker import NO_GPU
 
 SLOW_FIXTURES = ("elsewhere", "kernels")
@@ -751,3 +756,27 @@ def test_words_of_the_key_are_those_that_compile_other_kernels(kernels: dict[str
     for index, variant in enumerate(lines[1 + len(same) :], 1 + len(same)):
         assert key_of(parsed(variant)) != key_of(parsed(line)), variant
         assert set(sets[index]) - set(sets[0]), f"{variant} compiles nothing new"
+
+
+@pytest.mark.slow
+def test_cases_with_a_key_suit_the_one_token_form_too() -> None:
+    """Options of a key may be options that the one-token form of an implementation lacks, so such a law gets keys without them."""
+    seen = list[str]()
+    for name in BUILT_IN:
+        with contextlib.suppress(AdapterError):
+            adapter = loader.load(name)
+            if getattr(adapter, "counterpart", None) is None:
+                continue
+            domain, counterpart = on_gpu(adapter.domain, 1), loader.load(adapter.counterpart)
+            laws = book_of(domain).laws
+            law = laws["cache" if "cache" in laws else "recurrent"]
+            drawn = draw_palette(domain, 1, 4, [law.name])
+            for example in sample(drawn.examples(law, domain), 2, 8):
+                tokens = dataclasses.replace(example.case, lengths=(1,) * len(example.case.lengths))
+                assert counterpart.domain.outside(tokens) is None, (name, example)
+            seen.append(name)
+    assert {"fla/chunk", "fla/chunk_kda", "fla/conv", "fla/short_convolution", "fla/layer", "transformers/conv"} <= {*seen}
+    conv = loader.load("fla/conv").domain
+    law, entry = MODULE_LAWS["recurrent"], ModuleCase((9,), "causal_conv1d", state="random", options="cu_seqlens_cpu:yes")
+    assert law.within(conv).outside(entry) == "options=cu_seqlens_cpu:yes is not among none"
+    assert Palette(0, (entry,)).fit(law, conv, Example(dataclasses.replace(entry, options="none"), 8)) is None

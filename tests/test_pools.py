@@ -358,7 +358,7 @@ def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, reason
         ({"rule": Domain(initial_state=False)}, "rule must be a Domain of gated_delta_rule or kda with an initial state"),
         ({"rule": Domain(operation="delta_rule")}, "rule must be a Domain of gated_delta_rule or kda with an initial state"),
         ({"layout": "v_first"}, "layout must be one of kv, vk, got 'v_first'"),
-        ({"state_dtypes": ()}, r"state_dtypes must be a tuple of some of fp32, bf16, fp16, got \(\)"),
+        ({"state_dtypes": ()}, r"state_dtypes must be a tuple of some of fp32, bf16, fp16, input, got \(\)"),
         ({"views": ("sideways",)}, r"views must be a tuple of some of sliced, .*, fused, got \('sideways',\)"),
         ({"most_tokens": 0}, "most_tokens must be at least 1, got 0"),
         ({"padding_slots": ("1",)}, r"padding_slots must be a tuple of some of -1, 0, got \('1',\)"),

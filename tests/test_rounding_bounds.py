@@ -67,7 +67,7 @@ def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(kind: tupl
         assert limit.allowed.shape == shape
         assert (limit.allowed > 0).all()
         assert limit.allowed.isfinite().all()
-        assert limit.origin == f"{KAPPA:g} sigma of the disturbed runs"
+        assert limit.origin == f"{KAPPA:g} times the expected rounding error"
         torch.testing.assert_close(limit.value, want[name], rtol=1e-11, atol=1e-13)
     without = bounds(case.spec, case.inputs(), None, *kind[2:])
     assert tuple(without) == NAMES[:2]

@@ -237,18 +237,18 @@ def test_what_it_reports_of_illegal_input_is_told_and_not_judged(tmp_path: pathl
     sanitize._watch.cache_clear()
     assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
     for text, did in (
-        ("", "answers silently"),
-        (OLD_READ, "answers silently, and the sanitizer reports read out of bounds in kernel k"),
+        ("", "returns numbers without an error"),
+        (OLD_READ, "returns numbers without an error, and the sanitizer reports read out of bounds in kernel k"),
         (
             "========= Internal Sanitizer Error: The Sanitizer is out of memory\n",
-            "answers silently, and the sanitizer failed: Internal Sanitizer Error: The Sanitizer is out of memory",
+            "returns numbers without an error, and the sanitizer failed: Internal Sanitizer Error: The Sanitizer is out of memory",
         ),
     ):
 
         def probed(question: dict[str, object], text: str = text) -> dict[str, object]:
             with open(log, "a") as file:
                 file.write(text)
-            return {"did": "answers silently"}
+            return {"did": "returns numbers without an error"}
 
         monkeypatch.setattr(service, "answer", probed)
         assert sanitize.answer(Refuse(RIGHT, "g of another length").to_json()) == {"did": did}

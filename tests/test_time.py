@@ -39,7 +39,7 @@ class Slow(Answering):
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Refuse):
             self.now, self.tried = self.now + 1, self.tried + 1
-            return {"did": "answers silently"}
+            return {"did": "returns numbers without an error"}
         answer = super().ask(question, deadline_s)
         self.now += isinstance(question, RunOne)
         return answer
@@ -71,7 +71,7 @@ def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest
 
 def test_a_law_of_which_few_cases_were_run_is_undecided(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     assert check("--law", "oracle", "--minutes", "0.05") == exits.UNDECIDED
-    assert "cut short   oracle       3 of 24 cases, worst 0.50 o: only 3 of 3 cases could see" in capsys.readouterr().out
+    assert "cut short   oracle       3 of 24 cases, worst 0.50 o: only 3 cases were run; a verdict needs" in capsys.readouterr().out
 
 
 def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(

@@ -395,7 +395,7 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
         ({"most_padding": 0}, "most_padding must be in 1..64, got 0"),
-        ({"key_dims": (5, 7), "width_step": 8}, "key_dims must hold a width in steps of 8, from 1 up, got (5, 7)"),
+        ({"key_dims": (5, 7), "width_step": 8}, "key_dims must contain a width in steps of 8, from 1 to 256, got (5, 7)"),
         ({"value_dims": 8}, "value_dims must be a tuple (least, most), got 8"),
         ({"width_step": 0}, "width_step must be at least 1, got 0"),
     ],

@@ -7,13 +7,20 @@ import pytest
 from oracles.counter import mix_words
 from properties.laws import Blind, Breach
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
 from properties.trace_laws import TRACE_LAWS
 from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES
+from verify.engine.under_tags import add_tags
+from verify.execution.execute import execute
 from verify.execution.faults import AdapterFault
 from verify.execution.judge import judge
+from verify.execution.run import Run
 from verify.execution.trace_bench import TraceBench, place_of
+from verify.findings.law_report import LawReport
+from verify.findings.report import failure
 from verify.findings.store import Store
+from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 from verify.zoo import wrong_traces as traces
 from verify.zoo.animals import animals
@@ -152,3 +159,25 @@ def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_fa
     assert report.run is not None
     assert report.run.endswith("op=serving trace=p:a1/v2:a1 slots=1 key_dim=4 value_dim=4 width=2")
     assert "of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what
+
+
+def test_a_broken_session_is_also_told_in_tags() -> None:
+    def told(animal: str, case: str, domain: TraceDomain | None = None) -> list[str]:
+        run = Run.parse(f"law=session adapter=zoo/{animal} {case}")
+        report = LawReport("session", run.adapter, Verdict.BROKEN, run=str(run))
+        add_tags(report, domain or TraceDomain(), execute)
+        return [line.removeprefix("  tags         ") for line in failure(report).splitlines() if line.startswith("  tags ")]
+
+    what, command = told("StateKeepsTheDraft", "trace=p:a5,b3/v4:a2,b4/d:a slots=2 value_dim=2")
+    assert what == (
+        "a state holds a wrong tag: request a's state after event 2 (v4:a2,b4) of p:a5,b3/v4:a2,b4/d:a holds in row 7 of "
+        "head 0 the tag of request a's rejected draft 2 in event 2, must hold zeros"
+    )
+    run = Run.parse(command.removeprefix('gdn-verify repeat "').rstrip('"'))
+    assert (run.law, run.example.case.value_dim, execute(run).verdict) == ("tags", 4, Verdict.BROKEN)
+    (numbers,) = told("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
+    assert numbers == "every token is where it belongs, so the numbers that are computed from it are wrong"
+    assert told("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"
+    ledger = LawReport("ledger", "zoo/X", Verdict.BROKEN, run="x")
+    add_tags(ledger, TraceDomain(), execute)
+    assert (ledger.tags, ledger.tags_run) == ([], "")

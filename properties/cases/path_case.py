@@ -37,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rule": ("torch", "fla"),
 }
 MAX_RANKS, MAX_TOKENS, MAX_WIDTH = 1024, 2**20, 8192
+MOST_WIDTH = 1024  # of heads, K and V
 
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("gdn_layer", "causal_conv1d", *RULES),
@@ -105,8 +106,8 @@ class ParallelCase(Line):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
         for name in ("heads", "value_heads", "key_dim", "value_dim"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ValueError(f"{name} must be in 1..1024, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_WIDTH:
+                raise ValueError(f"{name} must be in 1..{MOST_WIDTH}, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
         if self.value_heads % self.heads:

@@ -27,7 +27,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64)
 RULES = ("gated_delta_rule", "kda")
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("decode",),
-    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay")},
+    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay", "parameter_dtype")},
     "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
     "state": ("zero", "random"),
     "rule": RULES,
@@ -82,13 +82,14 @@ class PoolCase(Line):
         "state_dtype",
         "drafts",
         "decay",
+        "parameter_dtype",
     )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "options"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "parameter_dtype", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -121,6 +122,7 @@ class PoolCase(Line):
     state_dtype: str = "fp32"
     drafts: str = "chain"
     decay: str = "log"
+    parameter_dtype: str = "fp32"
     options: str = "none"
     seed: int = 0
 

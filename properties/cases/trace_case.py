@@ -24,12 +24,13 @@ FREE = ("zero", "random", "nan", "old")
 GATES = ("forever", "1000", "64", "10", "mixed")
 MOST_EVENTS, MOST_SLOTS = 32, 16
 MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
+MOST_WIDTH = 256
 _SPANS = {
     "slots": (1, MOST_SLOTS),
     "heads": (1, 64),
     "value_heads": (1, 64),
-    "key_dim": (1, 256),
-    "value_dim": (1, 256),
+    "key_dim": (1, MOST_WIDTH),
+    "value_dim": (1, MOST_WIDTH),
     "width": (2, 8),
     "snapshots": (0, 256),
     "seed": (0, 2**32 - 1),

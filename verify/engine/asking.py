@@ -161,11 +161,12 @@ def _warning(described: Described, triton: str, deadline_s: float) -> str:
 
 
 def _probes(described: Described) -> list[Run]:
-    """Runs of a few cases, those with about PROBE_TOKENS tokens first."""
+    """Runs of a few cases, those with about PROBE_TOKENS tokens first; none if the law's cases cannot be drawn."""
     examples = list[Example]()
     book = book_of(described.domain)
     law = "oracle" if "oracle" in book.laws else next(iter(book.laws))
-    seeded(book.laws[law].draw(described.domain), 0, PROBES, examples.append)
+    with contextlib.suppress(Exception):  # the check of the law says why its cases cannot be drawn
+        seeded(book.laws[law].draw(described.domain), 0, PROBES, examples.append)
     examples.sort(key=lambda example: (abs(example.case.tokens - PROBE_TOKENS), str(example)))
     return [Run(law, described.spec, example) for example in examples]
 
@@ -173,14 +174,14 @@ def _probes(described: Described) -> list[Run]:
 def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
     """What a token costs, and whether a crowd is affordable (`TokenCost`), measured with a short case in the worker.
 
-    If the worker is lost, a token counts as "slow" and a crowd as not affordable.
+    If the worker is lost or there is no case, a token counts as "slow" and a crowd as not affordable.
     """
     costs = _COSTS.setdefault(worker, {})
     if described.spec not in costs:
-        try:
-            answer = worker.ask(Cost(str(_probes(described)[0])))
-        except WorkerLost:
-            answer = {}
+        answer = {}
+        with contextlib.suppress(WorkerLost):
+            if probes := _probes(described):
+                answer = worker.ask(Cost(str(probes[0])))
         costs[described.spec] = answer.get("cost", "slow"), answer.get("crowd", False)
     return costs[described.spec]
 

@@ -9,11 +9,12 @@ from typing import Any
 from properties.books import book_of
 from properties.trace_domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
-from verify.engine.asking import Asked, Described, describe, interpreted, started, with_sizes
+from verify.engine.asking import Asked, Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.engine.power import by_power
+from verify.engine.under_tags import add_tags
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
@@ -186,7 +187,7 @@ class Check:
             for law in others:
                 law.report.same_as = first.report.law
         for law in waiting:
-            self._report(law.report if law.report.same_as else law.explain())
+            self._report(law.report if law.report.same_as else _decided(law, law.explain))
 
     def _planned(self, common: Common) -> Plan:
         """The plan of a check whose kernels are compiled: its examples, and on a GPU their compilation while others run."""
@@ -212,14 +213,21 @@ class Check:
             defects=self.defects,
         )
 
+    def _report_of(self, law: LawCheck, worker: Asked) -> LawReport:
+        """The report of a law, with what the law `tags` says where a trace broke the law `session`."""
+        report = law.run()
+        if not law.waits:
+            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store))
+        return report
+
     def _one(self, common: Common, law: str) -> LawReport | None:
         with self._lock:
             worker = self._free.pop()
         try:
-            if common.over:
+            if common.closed:
                 return None
             law_check = LawCheck(common, law, worker)
-            report = law_check.run()
+            report = _decided(law_check, lambda: self._report_of(law_check, worker))
             if law_check.waits:
                 with self._lock:
                     self._waiting.append(law_check)
@@ -228,13 +236,23 @@ class Check:
                 self.unfinished.append(report)
                 return None
             return report
-        except WorkerLost:
+        except (WorkerLost, concurrent.futures.CancelledError):
             if self._stopped.is_set():
                 return None
             raise
         finally:
             with self._lock:
                 self._free.append(worker)
+
+
+def _decided(law: LawCheck, act: Callable[[], LawReport]) -> LawReport:
+    """What `act` returns. If gdn-verify itself raises in it, the law's report says so, and the other laws go on."""
+    try:
+        return act()
+    except (WorkerLost, concurrent.futures.CancelledError):
+        raise
+    except Exception as error:
+        return law.failed(error)
 
 
 def _compilers(settings: Settings) -> Compilers:

@@ -20,6 +20,7 @@ from verify.engine.drawing import batches
 from verify.engine.explaining import SHRINK_S, YES, explain_repeating, would_hold
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import similar, with_ordinary_numbers
+from verify.execution.judging import faulted
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.law_report import LawReport
@@ -80,7 +81,8 @@ class Settings:
 class Common:
     """What all laws of a check share. `on_case(law, done, of)` is called from any thread; `cases` are the cases run so far.
 
-    `answered` is set once a case was more than a call that failed.
+    `answered` is set once a case was more than a call that failed. `first` has the name of the first broken law of a check that
+    stops at it.
     """
 
     settings: Settings
@@ -93,11 +95,23 @@ class Common:
     plan: Plan | None = None
     cases: list[Any] = dataclasses.field(default_factory=list)
     answered: threading.Event = dataclasses.field(default_factory=threading.Event)
+    first: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """Whether no case may begin any more."""
+        """Whether the check was stopped or its time is up."""
         return self.stopped.is_set() or time.monotonic() >= self.settings.until
+
+    @property
+    def closed(self) -> bool:
+        """Whether no case may begin any more."""
+        return self.over or bool(self.first)
+
+    def may_report(self, law: str) -> bool:
+        """Whether a broken law may be shrunk and reported: any law, or the first one if the check stops at that."""
+        if self.settings.stop_at_first:
+            self.first.append(law)  # one step for Python, so that two threads never both come first
+        return not self.first or self.first[0] == law
 
     def products_of(self, example: Example) -> str:
         """How the implementation multiplies float32 matrices in an example: "ieee" or "tf32"."""
@@ -148,17 +162,36 @@ class LawCheck:
         report.wall_s = time.monotonic() - start
         report.started, report.start_s = worker.started - started, worker.start_s - start_s
         if self._broken is None:
-            report.cut_short = self._common.over and self._done < report.planned
+            report.cut_short = self._common.closed and self._done < report.planned
             planned = report.planned if report.cut_short else min(report.planned, self._done)
             report.verdict, report.reason = overall(report.counts, report.reason, planned)
             return report
-        run, outcome = self._broken
-        report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
-        report.findings = report.first_findings = outcome.findings
+        if not self._common.may_report(self._name):
+            report.cut_short, report.reason = True, f"law {self._common.first[0]} was broken first"
+            return report
+        outcome = self._tell_broken()
         alone = sum(report.counts.values()) == 1 and not self._common.settings.stop_at_first
         # A law whose worker was lost does not wait: after a hang, the first cases of all laws would take too long.
         self.waits = alone and outcome.refused and not outcome.lost and not self._common.answered.is_set()
         return report if self.waits else self.explain()
+
+    def _tell_broken(self) -> Outcome:
+        """Enter the broken run in the report, and return its outcome."""
+        assert self._broken is not None
+        (run, outcome), report = self._broken, self.report
+        report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
+        report.findings = report.first_findings = outcome.findings
+        return outcome
+
+    def failed(self, error: Exception) -> LawReport:
+        """The report of a law in which gdn-verify itself raised: undecided, or broken by a run that was found before."""
+        fault, report = faulted(error), self.report
+        report.fault, report.reason = report.fault or fault.fault, fault.reason
+        if report.verdict is not Verdict.BROKEN and self._broken is not None and self._common.may_report(self._name):
+            self._tell_broken()
+        report.verdict = Verdict.BROKEN if report.run else Verdict.UNKNOWN
+        report.shrunk = not report.run
+        return report
 
     def _ask(self, run: Run) -> Outcome:
         return ask(run, self._worker, self._common.store, defects=self._common.defects)
@@ -193,7 +226,7 @@ class LawCheck:
         """
         common, settings = self._common, self._common.settings
         for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
-            if common.over:
+            if common.closed:
                 break
             if run.products != common.products_of(run.example):  # the adapter declared other products then
                 continue
@@ -295,7 +328,7 @@ class LawCheck:
         self._faults = [*same, outcome.fault] if outcome.fault else []
         if len(self._faults) == FAULTS and self._done < examples:
             self.report.reason += f"; the law ended after {FAULTS} such cases in a row"
-        return self._ends(outcome) or common.over or len(self._faults) == FAULTS
+        return self._ends(outcome) or common.closed or len(self._faults) == FAULTS
 
     def _ends(self, outcome: Outcome) -> bool:
         """Whether the law ends with this outcome: with the first broken case, unless its error is less than CLEAR tolerances.
@@ -417,7 +450,7 @@ def overall(counts: dict[str, int], reason: str = "", planned: int | None = None
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason
     if undecided := counts.get(Verdict.UNKNOWN):
-        return Verdict.UNKNOWN, f"{undecided} undecided: {reason}"
+        return Verdict.UNKNOWN, f"{undecided} of {sum(counts.values())} cases undecided: {reason}"
     holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
     could, least = holds + counts.get(Verdict.KNOWN, 0), min(ENOUGH, drawn if planned is None else planned)
     if holds and could >= least:
@@ -426,7 +459,5 @@ def overall(counts: dict[str, int], reason: str = "", planned: int | None = None
         return Verdict.UNKNOWN, "no case was run"
     if counts.get(Verdict.UNSUPPORTED) == drawn:
         return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
-    return (
-        Verdict.UNKNOWN,
-        f"only {could} of {drawn} cases could see the defects that the law is about; {least} are needed",
-    )
+    few = f"{could} of {drawn} cases could have shown a defect" if could < drawn else f"{drawn} cases were run"
+    return Verdict.UNKNOWN, f"only {few}; a verdict needs {least}"

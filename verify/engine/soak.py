@@ -244,4 +244,4 @@ def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:
 
 def _undecided(reason: str) -> str:
     """The reason why a case was undecided, without the number of undecided cases before it."""
-    return re.sub(r"^\d+ undecided: ", "", reason)
+    return re.sub(r"^\d+ of \d+ cases undecided: ", "", reason)

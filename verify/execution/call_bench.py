@@ -17,7 +17,7 @@ from verify.process.outcome import FailureKind
 
 DISTURBED = 4  # calls with disturbed inputs
 AROUND = 4  # how many calls the error scale of the whole tensor counts for, beside those of the row itself
-ORIGIN = f"{KAPPA:g} sigma of {DISTURBED} calls with disturbed inputs"
+ORIGIN = f"{KAPPA:g} times the spread of {DISTURBED} calls with disturbed inputs"
 BITS = 24  # of a disturbance
 
 

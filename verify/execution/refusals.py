@@ -24,13 +24,13 @@ from verify.process.outcome import FailureKind
 from verify.ranks.collectives import Abandoned, Mismatch, Place, simulate
 from verify.ranks.merge import IDLE, reaction
 
-SILENT, STRAYS = "answers silently", "reads or writes outside its tensors"
+SILENT, STRAYS = "returns numbers without an error", "reads or writes outside its tensors"
 # By name, since verify/interpreter, which defines the two errors, needs Triton.
 _SEEN_BY_INTERPRETER = {"OutOfBounds": STRAYS, "Race": "lets its programs race for the same memory"}
 
 
 def probe(adapter: AnyAdapter, name: str, device: str = "cpu") -> str:
-    """Call the adapter with the illegal input `name` and say what it does, such as "refuses (ValueError)" or "answers silently".
+    """Call the adapter with the illegal input `name` and say what it does, such as "refuses (ValueError)".
 
     The call may also crash the process. "not run: ..." says why the input does not exist for this domain. For a path this is what
     all simulated ranks do, or what this rank of a process group does.

@@ -38,6 +38,8 @@ class LawReport:
     same_as: str = ""  # the call fails in the first case of every law, and the report of this law says how
     laws_at_once: list[str] = dataclasses.field(default_factory=list)  # the laws that do so, in the report that says how
     neighbours: list[str] = dataclasses.field(default_factory=list)
+    tags: list[str] = dataclasses.field(default_factory=list)  # of a broken `session`: what `tags` says about `run`
+    tags_run: str = ""  # the run that it says this about, if that is broken
     fails_too: list[str] = dataclasses.field(default_factory=list)  # changes of `run` with which it fails in the same way
     otherwise: list[str] = dataclasses.field(default_factory=list)  # declarations with which the broken run would hold
     planned: int = 0

@@ -68,7 +68,7 @@ def _others(report: LawReport) -> str:
 
 def _fault_lines(report: LawReport) -> list[str]:
     """Lines that tell where gdn-verify itself failed and in which run; none if it did not fail."""
-    return [f"  failed       {report.fault}", f"  repeat       {_command(report, report.fault_run)}"] if report.fault else []
+    return [f"  failed       {report.fault}", f"  repeat       {_fault_command(report)}"] if report.fault else []
 
 
 def fault_notice(reports: Sequence[LawReport]) -> str:
@@ -79,7 +79,7 @@ def fault_notice(reports: Sequence[LawReport]) -> str:
     first = failed[0]
     return (
         f"This is a fault of gdn-verify and says nothing about {first.adapter}: please report {first.fault}, with the versions "
-        f"({first.versions}) and this command: {_command(first, first.fault_run)}"
+        f"({first.versions}) and this command: {_fault_command(first)}"
     )
 
 
@@ -96,6 +96,13 @@ def _command(report: LawReport, run: str) -> str:
     return f'gdn-verify repeat {report.under + " " if report.under else ""}"{run}"'
 
 
+def _fault_command(report: LawReport) -> str:
+    """The command that shows a fault of gdn-verify again: the run in which it came, or the law if it came between runs."""
+    if report.fault_run:
+        return _command(report, report.fault_run)
+    return f"gdn-verify check {report.adapter} --law {report.law} --seed {report.seed}"
+
+
 def failure(report: LawReport, width: int = WIDTH) -> str:
     """A complete bug report of a broken law. Empty if the report of another law says the same.
 
@@ -108,6 +115,7 @@ def failure(report: LawReport, width: int = WIDTH) -> str:
         laws = len(report.laws_at_once)
         lines = [f"BROKEN   {report.adapter} · the call fails in the first case of each of the {laws} laws that were checked"]
     lines += finding_lines(report.findings)
+    lines += [f"  tags         {line}" for line in (*report.tags, report.tags_run and _command(report, report.tags_run)) if line]
     if ratios := _ratio_line(report):
         lines.append(ratios)
     if report.neighbours:

@@ -111,7 +111,7 @@ def busy(answers: Mapping[int, Answer]) -> Mapping[int, Answer]:
 
 
 def reaction(did: Mapping[int, str], waited: str = "") -> str:
-    """What ranks did with an illegal layout, in words: "refuses (ValueError) on rank 0, answers silently on rank 1"."""
+    """What ranks did with an illegal layout, such as "refuses (ValueError) on rank 0, hangs on rank 1"."""
     ranks: dict[str, list[int]] = {}
     for rank, words in did.items():
         ranks.setdefault(words, []).append(rank)
