@@ -189,10 +189,15 @@ def test_a_soak_on_a_terminal_shows_its_rounds(command: list[str]) -> None:
 
 
 def test_after_ctrl_c_a_terminal_shows_what_was_decided(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told, report, main_thread = threading.Semaphore(0), check_command._print_report, threading.get_ident()
+    report, main_thread = check_command._print_report, threading.get_ident()
+    told, closed = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(Slow, "close", lambda _: closed.set())
 
     def at() -> Callable[[Run], None]:
         asked: list[Run] = []
+        closed.clear()
+        while told.acquire(blocking=False):
+            pass
 
         def before(run: Run) -> None:
             asked.extend([run] * (run.law == "again"))
@@ -200,7 +205,7 @@ def test_after_ctrl_c_a_terminal_shows_what_was_decided(command: list[str], monk
                 for _ in LAWS[:3]:
                     told.acquire()
                 signal.pthread_kill(main_thread, signal.SIGINT)
-                time.sleep(0.5)
+                assert closed.wait(30), "the check was stopped"
 
         return before
 
