@@ -11,8 +11,10 @@ import pytest
 from tests.alone import told
 from verify.adapters.packages import installed
 from verify.cli.main import main
+from verify.cli.pytest_plugin import LawItem
 from verify.engine import asking
 from verify.interpreter import internals, self_test
+from verify.process.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -181,6 +183,9 @@ def test_a_check_says_once_what_it_makes_of_an_untested_triton(
     )
     assert ("HOLDS" in out) == (code == 0)
     assert "UNKNOWN" not in out
+    if code:  # the pytest plugin says the same, in each item
+        with Worker() as worker, pytest.raises(pytest.fail.Exception, match="^its self-test failed$"):
+            LawItem(f"adapters.py:{name}", "oracle", "least", 0, worker, str(tmp_path)).assert_holds()
 
 
 def test_the_map_has_the_names_inside_triton() -> None:
