@@ -41,19 +41,19 @@ def patch(*, tested: bool = False) -> bool:
         os.environ["TRITON_INTERPRET"] = "1"
     import triton
 
-    if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
-        raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
-    os.environ["TRITON_INTERPRET"] = "1"
-    if get("interpreter._patch_lang").__module__ == patch_language.__module__:
-        return False
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
     global refusal
     refusal = "" if tested or triton.__version__ in TRITONS else trouble(triton.__version__)
-    if refusal:
+    if refusal:  # this Triton may lack the names that are looked at below
         put("InterpretedFunction.run", _refuse)
         triton.runtime.driver.set_active(_RefusingDriver())
+        return False
+    if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
+        raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
+    os.environ["TRITON_INTERPRET"] = "1"
+    if get("interpreter._patch_lang").__module__ == patch_language.__module__:
         return False
     patch_language()
     patch_types()
