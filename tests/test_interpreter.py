@@ -21,7 +21,7 @@ TRITON = Version(installed("triton") or "0")
 # What Triton's own interpreter computes rightly: the patches must keep it so.
 RIGHT_WITHOUT_US = {
     "atomic_add",
-    *(["arguments"] if TRITON >= Version("3.8") else []),
+    *(["arguments"] if Version("3.8") <= TRITON else []),
     "cast_fp16_and_fp32",
     "dot_fp16",
     "dot_fp16_adds_in_float32",
@@ -31,7 +31,7 @@ RIGHT_WITHOUT_US = {
     "max_and_min",
     "shapes",
     "sum_fp32",
-    *(["sums_of_one_bit"] if TRITON >= Version("3.9") else []),
+    *(["sums_of_one_bit"] if Version("3.9") <= TRITON else []),
 }
 
 
