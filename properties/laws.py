@@ -95,7 +95,8 @@ class Law:
     of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
     outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process` says that earlier cases
     of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
-    None if the law draws the same there.
+    None if the law draws the same there. `always` returns the examples of a domain that a check with large cases
+    has for every seed.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Law:
     plain: bool = False
     of_process: bool = False
     draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
+    always: Callable[[Any], Sequence[Example]] = lambda domain: ()
 
     def on_gpu(self) -> "Law":
         """Return the law with the examples that it has on a GPU."""
