@@ -1,7 +1,6 @@
 """Answers the questions of a worker: what an adapter declares, and the outcomes of runs."""
 
 import contextlib
-import dataclasses
 import threading
 import traceback
 import warnings
@@ -25,7 +24,7 @@ from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.process import messages
 from verify.process.fork_server import importing
-from verify.process.messages import Answer, Compile, Cost, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
+from verify.process.messages import Answer, Compile, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
 from verify.ranks.merge import IDLE, left
@@ -83,11 +82,8 @@ def _describe(asked: Describe) -> Answer:
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
         compiles=getattr(adapter, "compiles", False),
+        cost=cost_of(adapter),
     ).to_json()
-
-
-def _cost(asked: Cost) -> Answer:
-    return dataclasses.asdict(cost_of(Run.parse(asked.line)))
 
 
 def _compile(asked: Compile) -> Answer:
@@ -137,7 +133,6 @@ def _run_one(asked: RunOne) -> Answer:
 
 _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
     Compile: _compile,
-    Cost: _cost,
     Describe: _describe,
     Join: _join,
     Launches: _launches,

@@ -15,10 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from verify.interpreter.memory import OutOfBounds
-from verify.interpreter.patches import SEQUENTIAL, UnknownTriton, patch
+from verify.interpreter.patches import SEQUENTIAL, TooManyPrograms, UnknownTriton, patch
 from verify.interpreter.races import Race
 
-__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install", "install_with_triton"]
+__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "TooManyPrograms", "UnknownTriton", "install", "install_with_triton"]
 
 
 def install() -> None:
