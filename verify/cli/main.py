@@ -11,7 +11,7 @@ from properties.names import did_you_mean
 from verify.adapters.loader import AdapterError
 from verify.adapters.registry import BUILT_IN
 from verify.cli import claims_command as claims
-from verify.cli import fetch_command, known_command
+from verify.cli import draw_command, fetch_command, known_command
 from verify.cli import zoo_command as command
 from verify.cli.check_command import check as check_adapter
 from verify.cli.exits import EXITS, INTERRUPTED, TOLD, UNDECIDED, USAGE, NoGpu
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "and find the smallest case that fails.",
         epilog=EXITS,
     )
-    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,known,launches,soak,zoo,claims,fetch}")
+    verbs = top.add_subparsers(required=True, metavar="{list,check,draw,repeat,known,launches,soak,zoo,claims,fetch}")
     listing = verbs.add_parser("list", help="print operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=list_all)
@@ -126,6 +126,10 @@ def parser() -> argparse.ArgumentParser:
     add_common(check)
     add_known(check)
     check.set_defaults(act=check_adapter)
+
+    drawing = verbs.add_parser("draw", help="print the lines of the cases that check would run", epilog=draw_command.EXITS)
+    draw_command.arguments(drawing)
+    drawing.set_defaults(act=draw_command.draw)
 
     soaking = verbs.add_parser("soak", help="check adapters in rounds with other cases, until a time is over", epilog=EXITS)
     soaking.add_argument("adapter", nargs="+", help="adapters, as for check")
