@@ -137,7 +137,8 @@ class Interpreted(Adapter):
     def run(self, x):
         y = torch.empty_like(x.x)
         rows, width = x.x.numel() // x.x.shape[-1], x.x.shape[-1]
-        norm_kernel[(max(1, rows),)](x.x, y, x.eps or 1e-6, width, triton.next_power_of_2(width))
+        if rows:
+            norm_kernel[(rows,)](x.x, y, x.eps or 1e-6, width, triton.next_power_of_2(width))
         return y
 
 class Plain(Interpreted):
