@@ -34,8 +34,8 @@ LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the sma
 MOST_STEP = 1024  # the largest `length_step`
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
-LEAST_BATCH_HEADS = 512  # the largest product of sequences and value heads that laws draw or make, beside the case of a crowd
 LARGE = ("", "chunks", "power", "most", "sequences", "heads")  # what is large in a case (properties/sizes.py)
+LEAST_BATCH_HEADS = 512  # the largest product of sequences and value heads that laws draw or make, beside the case of a crowd
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 

@@ -25,7 +25,7 @@ import dataclasses
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -214,17 +214,17 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
 def _sample(law: Law, domain: Any, seed: int, count: int) -> list[Example]:
     """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY more that are large, of each kind."""
     strategy, kinds = law.on_gpu().draw, KINDS if getattr(domain, "long", 0) else ()
-    examples = sample(strategy(domain), seed, count + 1)[1:]  # the first one is the same for every seed
+    examples = _drawn(strategy, domain, seed, count + 1)[1:]  # the first one is the same for every seed
     for kind in kinds:
-        large = strategy(dataclasses.replace(domain, large=kind))
-        examples += sample(large, number_of(seed, kind), 1 + max(1, count // (EVERY * len(KINDS))))[1:]
+        large, more = dataclasses.replace(domain, large=kind), max(1, count // (EVERY * len(KINDS)))
+        examples += _drawn(strategy, large, number_of(seed, kind), more + 1)[1:]
     return examples
 
 
-def _drawn(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
+def _drawn(draw: Callable[[Any], st.SearchStrategy[Example]], domain: Any, seed: int, count: int) -> list[Example]:
     """Return the examples of `sample`, or none if they cannot be drawn: the check of that law says why, and other laws go on."""
     try:
-        return sample(strategy, seed, count)
+        return sample(draw(domain), seed, count)
     except Exception:
         return []
 

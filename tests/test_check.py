@@ -350,7 +350,7 @@ def test_a_law_that_cannot_be_drawn_is_undecided_and_the_others_go_on(store: Sto
     assert text.law_line(cut).endswith("\n  repeat       gdn-verify check fla/chunk --law cut --seed 0")
     assert text.fault_notice([cut]).endswith("gdn-verify check fla/chunk --law cut --seed 0")
     assert exit_code([*reports.values()]) == UNDECIDED
-    plan = Plan(Domain(), ["cut", "pure"], 0, lambda law: 2, seeded, lambda law, example: Run(law, "fla/chunk", example), NOBODY)
+    plan = Plan(Domain(), ["cut", "pure"], 0, lambda law: 2, lambda law, example: Run(law, "fla/chunk", example), NOBODY)
     assert len(plan.of("pure").examples) == 2
     with pytest.raises(hypothesis.errors.Unsatisfiable):
         plan.of("cut")

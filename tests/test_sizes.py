@@ -180,7 +180,7 @@ def test_a_token_costs_what_the_adapter_declares_or_has_imported(tmp_path: pathl
     monkeypatch.setitem(globals(), "between", between)
     assert cost_of(Costs()) == "quick"
     install()
-    from triton.runtime.jit import KernelInterface
+    from triton import KernelInterface
 
     kernels.__dict__["kernel"] = KernelInterface()
     assert cost_of(Costs()) == "interpreted", "the module of the adapter imports one that has a function of one with a kernel"

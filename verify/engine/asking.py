@@ -40,7 +40,7 @@ from verify.ranks.torchrun import TorchrunGroup
 BATCH, TRUTHS = 32, 4
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
-PROBES, PROBE_TOKENS = 8, 64  # so many drawn cases, those with about so many tokens first, show whether an adapter launches kernels
+PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
 PATIENT = 1024  # tokens from which on a case on a CPU gets more time than others, in proportion
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 _WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter

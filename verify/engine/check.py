@@ -121,7 +121,6 @@ class Check:
     def _prepared(self) -> Common:
         """What the laws share: the sizes of the cases, and a plan if kernels are compiled. Puts the laws in order."""
         settings = self.settings
-        self.warning()
         self.described = described = with_sizes(self.describe(), settings.device, large=settings.profile.large)
         domain = described.domain
         if self.laws is None:
@@ -153,6 +152,7 @@ class Check:
 
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
+        self.warning()
         settings, common = self.settings, self._prepared()
         self.share_gpus(common.described.domain)
         assert self.laws is not None

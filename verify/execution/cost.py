@@ -29,7 +29,7 @@ def cost_of(adapter: object) -> str:
 def _reaches_kernels(names: set[str]) -> bool:
     if "triton" not in sys.modules:
         return False
-    from triton.runtime.jit import KernelInterface
+    from triton import KernelInterface
 
     left, seen = list(names), set[str]()
     while left:
