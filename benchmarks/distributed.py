@@ -11,6 +11,7 @@ start of the ranks.
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -140,7 +141,8 @@ def rate(
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0
-    for batch in batches(path_cases(domain, **fixed), options.seed, times * (options.cases + WARM), most):
+    draw = functools.partial(seeded, path_cases(domain, **fixed), options.seed, times * (options.cases + WARM))
+    for batch in batches(draw, most):
         ways = PATH_LAWS[law].variants or (None,)
         runs = [run_of(law, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
         for run, outcome in zip(runs, ask_all(runs, group, store), strict=True):

@@ -23,7 +23,7 @@ from benchmarks import records
 from oracles.allowance import KAPPA
 from properties.books import book_of, every_law
 from verify.engine.asking import ask, describe, with_sizes
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.known import KnownDefects
@@ -96,8 +96,9 @@ def drawn(adapter: str, domain: Any, laws: list[str], options: argparse.Namespac
     """Runs of the adapter, with the same number of cases of each law."""
     runs: list[Run] = []
     for law in laws:
-        seeded(
-            book_of(domain).laws[law].draw(domain),
+        of_law(
+            book_of(domain).laws[law],
+            domain,
             options.seed,
             -(-options.cases // len(laws)),
             lambda example, law=law: runs.append(Run(law, adapter, example, options.products)),
@@ -126,7 +127,7 @@ def measure(adapter: str, options: argparse.Namespace) -> Measured:
     """Measure one adapter and print its table."""
     start, store = time.monotonic(), Store()
     workers = [Worker() for _ in range(options.workers)]
-    described = with_sizes(describe(adapter, workers[0]), workers[0], "cpu")
+    described = with_sizes(describe(adapter, workers[0]), "cpu")
     domain, defects = described.domain, known.of(adapter).on(described.device)
     laws = laws_of(domain, options.law)
     runs = drawn(adapter, domain, laws, options)

@@ -17,7 +17,7 @@ from benchmarks import records
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from verify.engine.asking import ask, describe
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.run import Run
 from verify.findings.store import Store
@@ -84,7 +84,7 @@ def share(adapter: str) -> list[float]:
             if outcome.kernel_s:
                 shares.append(outcome.oracle_s / outcome.kernel_s)
 
-        seeded(LAWS["oracle"].draw(domain), 0, PROFILES["quick"].examples_of("oracle"), look)
+        of_law(LAWS["oracle"], domain, 0, PROFILES["quick"].examples_of("oracle"), look)
     store.close()
     return shares
 

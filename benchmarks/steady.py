@@ -27,7 +27,6 @@ from properties.palette import real_case
 from properties.strategies import Example
 from verify.engine.asking import ask_all, describe, most_at_once, of_one_key
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan
-from verify.engine.drawing import seeded
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.store import Store
@@ -114,7 +113,7 @@ def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
     def run_of(name: str, example: object) -> Run:
         return Run(name, options.adapter, example, described.products, "cuda", options.tune)  # type: ignore[arg-type]
 
-    plan = Plan(described.domain, [law.name], options.seed, lambda _: options.cases, seeded, run_of, compilers)
+    plan = Plan(described.domain, [law.name], options.seed, lambda _: options.cases, run_of, compilers)
     planned = plan.of(law.name)
     for example in planned.examples:
         planned.wait(example)

@@ -34,6 +34,7 @@ LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the sma
 MOST_STEP = 1024  # the largest `length_step`
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
+LARGE = ("", "chunks", "power", "most", "sequences", "heads")  # what is large in a case (properties/sizes.py)
 LEAST_BATCH_HEADS = 512  # the largest product of sequences and value heads that laws draw or make, beside the case of a crowd
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
@@ -66,9 +67,9 @@ class Domain:
     may have, and `parameter_dtypes` the dtypes of A_log and dt_bias. `options` are further options of the implementation, with
     their values, and `exact_options` names those that change no bit (properties/options.py).
 
-    Three fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
+    Four fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
     interpreted, with wider heads too. `long` is the most tokens of long cases (0 for none), and `chunk` is the chunk whose
-    multiples these exceed (properties/sizes.py).
+    multiples these exceed. `large` is what is large in the cases that are drawn, "" for nothing (properties/sizes.py).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -119,6 +120,7 @@ class Domain:
     final_states: str = "each"
     reach: int = 1
     long: int = 0
+    large: str = ""
     chunk: int = 64
     batch_heads: int | None = None
 
@@ -193,7 +195,7 @@ class Domain:
             raise ValueError("packed or batched must be True, got neither")
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
-        check_sizes(self.long, self.chunk)
+        check_sizes(self.long, self.chunk, self.large)
         if self.batch_heads is not None and (not isinstance(self.batch_heads, int) or self.batch_heads < LEAST_BATCH_HEADS):
             raise ValueError(
                 f"batch_heads must be None or at least {LEAST_BATCH_HEADS}, because laws call batches of as many, "
@@ -341,11 +343,13 @@ class Domain:
         return cls(**{**fields, "options": frozen_options(data.get("options", ()))})
 
 
-def check_sizes(long: int, chunk: int = 64) -> None:
-    """Raise ValueError for a `long` below 0 or above MAX_TOKENS, or for a `chunk` below 1."""
+def check_sizes(long: int, chunk: int = 64, large: str = "") -> None:
+    """Raise ValueError for a `long` below 0 or above MAX_TOKENS, for a `chunk` below 1, or for a `large` that nothing can be."""
     for name, number, least in (("long", long, 0), ("chunk", chunk, 1)):
         if not isinstance(number, int) or not least <= number <= MAX_TOKENS:
             raise ValueError(f"{name} must be in {least}..{MAX_TOKENS}, got {number!r}")
+    if large not in LARGE:
+        raise ValueError(f"large must be empty or one of {', '.join(LARGE[1:])}, got {large!r}")
 
 
 def check_tuples(domain: Any, *fields: tuple[str, Sequence[Any]], least: int = 1) -> None:

@@ -96,7 +96,8 @@ class Law:
     outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process` says that earlier cases
     of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
     None if the law draws the same there. `within` returns the part of a domain to which a check keeps the law's cases when it gives
-    them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part.
+    them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
+    examples of a domain that a check with large cases has for every seed.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Law:
     of_process: bool = False
     draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
     within: Callable[[Any], Any] = lambda domain: domain
+    always: Callable[[Any], Sequence[Example]] = lambda domain: ()
 
     def on_gpu(self) -> "Law":
         """Return the law with the examples that it has on a GPU."""

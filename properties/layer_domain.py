@@ -15,7 +15,7 @@ from properties.cases.rule_case import PARAMETER_DTYPES
 from properties.domain import check_sizes, check_tuples, check_whole
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
-from properties.sizes import FEW_HEADS, kind_of, large_lengths
+from properties.sizes import FEW_HEADS, LENGTHS, kind_of, large_lengths
 from properties.strategies import HEADS, lengths
 
 ORDINARY = 32  # a case with wider keys takes several times as long
@@ -33,7 +33,7 @@ class LayerDomain:
     padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
     second call gives the same bits. `gatings` are the functions of the norm's gate, and `parameter_dtypes` the dtypes of A_log and
     dt_bias: float32, or that of the hidden states. `options` means the same as in Domain. A check sets `long`, the most tokens of
-    its long cases (0 for none), and `chunk`, the chunk whose multiples these exceed.
+    its long cases (0 for none), `chunk`, the chunk whose multiples these exceed, and `large`, what is large in a case.
 
     ValueError for a field outside its choices, and unless `packed` or `batched` is True.
     """
@@ -65,6 +65,7 @@ class LayerDomain:
     parameter_dtypes: tuple[str, ...] = ("fp32",)
     options: Options = ()
     long: int = 0
+    large: str = ""
     chunk: int = 64
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class LayerDomain:
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
-        check_sizes(self.long, self.chunk)
+        check_sizes(self.long, self.chunk, self.large)
 
     def outside(self, case: LayerCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -144,7 +145,7 @@ def layer_cases(
         return chance.choice(options) if isinstance(options, tuple) else options
 
     packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
-    large = kind_of(chance, domain.long, longest, ("length", "sequences") if sequences[1] >= 3 else ("length",))
+    large = kind_of(domain.large, domain.long, longest, (*LENGTHS, "sequences") if sequences[1] >= 3 else LENGTHS)
     if large:
         sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty)
     elif packed:

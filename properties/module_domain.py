@@ -25,7 +25,7 @@ from properties.cases.rule_numbers import LOWER_BOUNDS
 from properties.domain import LARGEST, OFFSETS, check_sizes, check_spans, check_tuples, check_whole, check_widths, inside
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
-from properties.sizes import kind_of, large_lengths
+from properties.sizes import LENGTHS, kind_of, large_lengths
 from properties.strategies import lengths, narrow
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -49,7 +49,7 @@ class ModuleDomain:
     same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a
     residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`,
     `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its
-    long cases (0 for none).
+    long cases (0 for none), and `large`, what is large in a case.
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -91,6 +91,7 @@ class ModuleDomain:
     fixed_widths: tuple[int, ...] = ()
     offsets: tuple[str, ...] = OFFSETS
     long: int = 0
+    large: str = ""
 
     def __post_init__(self) -> None:
         if self.operation not in MODULES:
@@ -117,7 +118,7 @@ class ModuleDomain:
             raise ValueError("packed or batched must be True, got neither")
         if not self.batched and "packed" not in words_of(self.operation):
             raise ValueError(f"batched must be True for {self.operation}, which has no packed sequences, got False")
-        check_sizes(self.long)
+        check_sizes(self.long, large=self.large)
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -222,8 +223,8 @@ def module_cases(
         options = fixed.get(name, tuple(choices))
         return chance.choice(options) if isinstance(options, tuple) else options
 
-    kinds = ("length", "sequences") if sequences[1] >= 3 else ("length",)
-    large = kind_of(chance, min(domain.long, domain.longest), longest, kinds)
+    kinds = (*LENGTHS, "sequences") if sequences[1] >= 3 else LENGTHS
+    large = kind_of(domain.large, min(domain.long, domain.longest), longest, kinds)
     heads = field("heads", HEADS[: 1 if large else None]) if "heads" in words else 1
     total = max(1, total // max(1, heads // 2))
     longest = min(longest, total, domain.longest)

@@ -25,11 +25,9 @@ import dataclasses
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from properties.books import book_of
@@ -37,6 +35,8 @@ from properties.cases.module_case import ModuleCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.laws import Law
+from properties.seeds import draw
+from properties.sizes import EVERY, KINDS
 from properties.strategies import BLOCKS, EDGES, Example
 
 SIZE = 12
@@ -128,11 +128,11 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
     names = list(book.laws) if laws is None else list(laws)
     if unknown := [name for name in names if name not in book.laws]:
         raise ValueError(f"laws must be some of {', '.join(book.laws)}, got {unknown[0]!r}")
-    candidates = _drawn(book.laws["oracle"].on_gpu().draw(domain), number_of(seed, "keys"), 8 * size)
+    candidates = _sample(book.laws["oracle"], domain, number_of(seed, "keys"), 8 * size)
     entries = _spread([example.case for example in candidates], size)
     keys = {key_of(entry) for entry in entries}
     for law in (book.laws[name] for name in names if book.laws[name].needs(domain) is None):
-        drawn = _drawn(law.on_gpu().draw(domain), number_of(seed, "needs", law.name), SAMPLES)
+        drawn = _sample(law, domain, number_of(seed, "needs", law.name), SAMPLES)
         for variant in law.variants or (None,):
             asked = [example for example in drawn if example.variant == variant]
             suit = sum(any(with_key(law, domain, candidate, entry, 0) is not None for candidate in asked) for entry in entries)
@@ -207,23 +207,24 @@ def real_case(seed: int) -> Case:
 def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
     """Return `count` examples of a strategy, fewer if it has no more; the same seed gives the same examples."""
     examples: list[Example] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count, phases=(Phase.generate,), database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    @hypothesis.given(strategy)
-    def look(example: Example) -> None:
-        examples.append(example)
-
-    look()
+    draw(strategy, seed, count, examples.append)
     return examples
 
 
-def _drawn(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
+def _sample(law: Law, domain: Any, seed: int, count: int) -> list[Example]:
+    """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY more that are large, of each kind."""
+    strategy, kinds = law.on_gpu().draw, KINDS if getattr(domain, "long", 0) else ()
+    examples = _drawn(strategy, domain, seed, count + 1)[1:]  # the first one is the same for every seed
+    for kind in kinds:
+        large, more = dataclasses.replace(domain, large=kind), max(1, count // (EVERY * len(KINDS)))
+        examples += _drawn(strategy, large, number_of(seed, kind), more + 1)[1:]
+    return examples
+
+
+def _drawn(draw: Callable[[Any], st.SearchStrategy[Example]], domain: Any, seed: int, count: int) -> list[Example]:
     """Return the examples of `sample`, or none if they cannot be drawn: the check of that law says why, and other laws go on."""
     try:
-        return sample(strategy, seed, count)
+        return sample(draw(domain), seed, count)
     except Exception:
         return []
 

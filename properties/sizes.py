@@ -1,6 +1,7 @@
 """The sizes of long cases: sequences over several chunks and around powers of two, and many sequences or heads.
 
-A check draws a few such cases beside the short ones. They have narrow widths, so that they cost about as much as the others.
+A check draws a few such cases beside the short ones, at fixed places of each law. They have narrow widths, so that they cost about
+as much as the others.
 """
 
 import dataclasses
@@ -8,8 +9,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-SHARE, SHARE_DEAR = 1 / 10, 1 / 16  # of the cases of a law; the second where kernels are interpreted
-KINDS = ("length", "length", "sequences", "sequences", "heads")
+EVERY, EVERY_DEAR = 10, 16  # one of so many cases of a law is large; the second where kernels are interpreted
+# The kinds of large cases. A sequence is over several chunks, next to a power of two or nearly as long as possible; or sequences or
+# heads are many.
+LENGTHS, KINDS = ("chunks", "power", "most"), ("chunks", "power", "most", "sequences", "heads")
+TURNS = ("chunks", "sequences", "power", "heads", "most", "sequences")  # of a law's large cases; the seed decides the first
 POWERS = tuple(2**exponent for exponent in range(8, 17))
 CHUNKS = 8  # a long sequence has more than so many chunks, or is next to a power of two
 COUNTS = (33, 65, 65, 66)  # sequences: next to the threads of one and of two warps
@@ -34,17 +38,35 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     names = {field.name for field in dataclasses.fields(domain)}
     if chunk and chunk > USUAL_CHUNK:
         most = min(most, LARGEST_CHUNK**2 // chunk)
-    values = {"chunk": chunk or 64, "long": most}
+    values = {"chunk": chunk or 64, "long": most, "large": ""}
     return dataclasses.replace(domain, **{name: value for name, value in values.items() if name in names})
 
 
-def kind_of(chance: random.Random, most: int, longest: int, kinds: Sequence[str] = KINDS) -> str:
-    """Return what is large in the next case, one of `kinds`, or "" for an ordinary case.
+def places(examples: int, most: int, first: int = 0) -> dict[int, str]:
+    """Return the places of large cases among the examples of a law, from 0, each with the kind of its case.
 
-    `most` is the domain's `long` (0 if nothing is large), and `longest` the longest sequence of the law's ordinary cases.
+    The kinds are those of TURNS, from `first` on. `most` is the domain's `long`: 0 if nothing is large.
     """
-    share = SHARE if most >= MOST["quick"] else SHARE_DEAR
-    return chance.choice(kinds) if most and longest >= LEAST and chance.random() < share else ""
+    every = EVERY if most >= MOST["quick"] else EVERY_DEAR
+    large = range(every // 2, examples if most else 0, every)
+    return {place: TURNS[(first + number) % len(TURNS)] for number, place in enumerate(large)}
+
+
+def kind_of(large: str, most: int, longest: int, kinds: Sequence[str] = KINDS) -> str:
+    """Return the kind of the next case, or "" for an ordinary case.
+
+    That is `large` if it is one of `kinds`, else the first of these. `most` is the domain's `long`, and `longest` the longest
+    sequence of the law's ordinary cases.
+    """
+    if not large or not most or longest < LEAST:
+        return ""
+    return large if large in kinds else kinds[0]
+
+
+def is_large(case: Any) -> bool:
+    """Whether a case is as large as the smallest of the large ones that fit a small chunk."""
+    longest, heads = max(case.lengths, default=0), getattr(case, "value_heads", 1)
+    return longest >= POWERS[0] - 1 or len(case.lengths) >= COUNTS[0] or heads >= MANY_HEADS[0][1]
 
 
 def kinds_of(kinds: Sequence[str], most: int, step: int) -> Sequence[str]:
@@ -55,11 +77,13 @@ def kinds_of(kinds: Sequence[str], most: int, step: int) -> Sequence[str]:
     return kinds if step * COUNTS[0] <= most or step == 1 else tuple(kind for kind in kinds if kind != "sequences")
 
 
-def long_length(chance: random.Random, most: int, chunk: int) -> int:
-    """Return a length of at most `most`: next to a power of two, over CHUNKS chunks, or nearly `most`."""
-    edges = [power + step for power in POWERS for step in (-1, 0, 1) if power + step <= most]
-    ways: list[Sequence[int]] = [edges, range(CHUNKS * chunk + 1, most + 1), range(max(1, most - 10), most + 1)]
-    return chance.choice(chance.choice([way for way in ways if way]))
+def long_length(chance: random.Random, kind: str, most: int, chunk: int) -> int:
+    """Return a length of at most `most`: next to a power of two, over CHUNKS chunks, or nearly `most`, as the kind says."""
+    ways: dict[str, Sequence[int]] = {
+        "power": [power + step for power in POWERS for step in (-1, 0, 1) if power + step <= most],
+        "chunks": range(CHUNKS * chunk + 1, most + 1),
+    }
+    return chance.choice(ways.get(kind) or range(max(1, most - 10), most + 1))
 
 
 def large_lengths(
@@ -73,7 +97,7 @@ def large_lengths(
     empty: bool,
     step: int = 1,
 ) -> tuple[int, ...]:
-    """Return the lengths of a case in which `kind` is large. `sequences` are the least and the most that a law takes.
+    """Return the lengths of a large case of a kind. `sequences` are the least and the most that a law takes.
 
     Beside a long sequence, a packed call has up to two short ones, at any place. `empty` permits sequences of no tokens. Lengths
     are rounded up to multiples of `step`, or down where rounding up would give more than `most`.
@@ -86,7 +110,7 @@ def large_lengths(
         count = chance.choice((*COUNTS, chance.randint(33, 70)))
         lengths = [chance.randint(least, 3) for _ in range(count)] if packed else [chance.randint(1, 3)] * count
         return tuple(lengths) if any(lengths) else (1, *lengths[1:])
-    one = long_length(chance, most, chunk) if kind == "length" else chance.choice((1, 2, 3, 5, 17))
+    one = long_length(chance, kind, most, chunk) if kind in LENGTHS else chance.choice((1, 2, 3, 5, 17))
     count = chance.randint(sequences[0], max(sequences[0], min(3, sequences[1])))
     if not packed:
         return (one,) * sequences[0]

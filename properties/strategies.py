@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from properties.cases.rule_case import BETAS, COMPUTED_GATES, GIVEN_GATES, MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.options import draw_options
-from properties.sizes import CROWD, FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
+from properties.sizes import CROWD, FEW_HEADS, KINDS, LENGTHS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
 
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
@@ -96,14 +96,6 @@ def conventions(domain: Domain) -> dict[str, Any]:
     return words
 
 
-def with_crowd(domain: Domain, examples: st.SearchStrategy[Example]) -> st.SearchStrategy[Example]:
-    """Return examples with the case of `crowd` among them, if the domain allows it. It is always the same, so it runs once."""
-    case = crowd(domain)
-    if case is None:
-        return examples
-    return st.integers(0, 23).flatmap(lambda number: st.just(Example(case)) if number == 23 else examples)
-
-
 def lengths(
     chance: random.Random, sequences: tuple[int, int], longest: int, total: int, *, empty: bool, many: bool, step: int = 1
 ) -> tuple[int, ...]:
@@ -144,17 +136,17 @@ def cases(
 
     `longest`, `total` and `value_heads` are for interpreted kernels. A domain's reach multiplies the number of tokens. With it
     sequences have up to 512 tokens, there may be four times as many of them if `sequences` allows four or more, up to 32 value
-    heads, and widths up to 256 for every length, few of them narrower than a matrix unit's 16. If the domain has `long`, some cases
-    are large as in properties/sizes.py.
+    heads, and widths up to 256 for every length, few of them narrower than a matrix unit's 16. With the domain's `large`, cases are
+    large as in properties/sizes.py.
     """
     chance = draw(st.randoms(use_true_random=True))
     for name, allowed, simplest in (("gate", domain.gates, "forever"), ("values", domain.values, "ordinary")):
         if isinstance(fixed.get(name), tuple):
             fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
     far = domain.reach > 1
-    step, kinds = domain.length_step, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",)
+    step, kinds = domain.length_step, KINDS if sequences[1] >= 3 and "groups" not in fixed else LENGTHS
     longest, long = domain.most(longest), domain.most(domain.long)
-    large = kind_of(chance, long // step * step, longest, kinds_of(kinds, long, step))
+    large = kind_of(domain.large, long // step * step, longest, kinds_of(kinds, long, step))
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, choices)
@@ -214,7 +206,7 @@ def cases(
         in_kernel=inside,
         dt_bias=inside not in ("gate", "both") or not domain.dt_bias or field("dt_bias", (True, True, False)),
         offsets=field("offsets", domain.offsets) if packed else "int64",
-        backward=domain.backward and field("backward", (True, False) if large == "length" and not far else (True,)),
+        backward=domain.backward and field("backward", (True, False) if large in LENGTHS and not far else (True,)),
         seed=chance.randrange(2**16),
         **form,
         **states_of(field, domain, packed=packed),

@@ -17,7 +17,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
-from verify.engine.drawing import batches
+from verify.engine.drawing import batches, of_law, seeded
 from verify.engine.explaining import Explained
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
@@ -43,7 +43,8 @@ class Fewer(Profile):
 class Kill:
     """The law that detects it, and the most that its smallest case may have: tokens of the longest sequence, and sequences.
 
-    `short` says that only short cases show it, so that they are asked first.
+    `short` says that only short cases show it, so that they are asked first. Where few cases of the law can show it, one of `seeds`
+    checks with different seeds must detect it.
     """
 
     law: str
@@ -51,6 +52,7 @@ class Kill:
     sequences: int = 1
     shrinks: bool = True
     short: bool = False
+    seeds: int = 1
 
     def small(self, case: Any) -> bool:
         """Whether a case is as small as it must get."""
@@ -112,8 +114,9 @@ def shrunk_until(
 @functools.cache
 def _examples(law: str, domain: Any, seed: int, count: int) -> list[Example]:
     """The examples that a check draws, those that take long last. Many implementations have one domain, so they are kept."""
-    drawn = batches(book_of(domain).laws[law].draw(domain), mix_words(seed, law), count, count)
-    return sorted((example for batch in drawn for example in batch), key=_takes_long)
+    drawn: list[Example] = []
+    of_law(book_of(domain).laws[law], domain, seed, count, drawn.append)
+    return sorted(drawn, key=_takes_long)
 
 
 def _takes_long(example: Example) -> tuple[bool, int]:
@@ -143,7 +146,7 @@ def small_ones(fits: Callable[[Any], bool]) -> Iterator[None]:
     def drawn(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
         common = check._common
         strategy = law.draw(common.described.domain).filter(lambda example: fits(example.case))
-        yield from batches(strategy, mix_words(common.settings.seed, law.name), count, most)
+        yield from batches(functools.partial(seeded, strategy, mix_words(common.settings.seed, law.name), count), most)
 
     with mock.patch.object(law_check.LawCheck, "_batches", drawn):
         yield
@@ -159,13 +162,17 @@ def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.P
     larger cases hold, and what an adapter might declare, is tested elsewhere.
     """
     store, adapter = Store(folder), spec if ":" in spec else f"zoo/{spec}"
+    profile = PROFILES["quick"] if kill.shrinks else SMALL
     with (
         mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
         unexplained(explaining.SHRINK_RUNS if kill.shrinks else 0),
         contextlib.nullcontext() if kill.shrinks else quick_first(short=kill.short),
-        Check(Settings(adapter, [kill.law], PROFILES["quick"] if kill.shrinks else SMALL), [worker], store, defects=[]) as check,
     ):
-        (report,) = check.run()
+        for seed in range(kill.seeds):
+            with Check(Settings(adapter, [kill.law], profile, seed), [worker], store, defects=[]) as check:
+                (report,) = check.run()
+            if report.verdict is Verdict.BROKEN:
+                break
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {spec} live: {report.counts}"
     assert not kill.shrinks or kill.small(Run.parse(report.run).example.case), report.run
     findings = (store.folder / "findings.jsonl").read_text()

@@ -350,7 +350,7 @@ def test_a_law_that_cannot_be_drawn_is_undecided_and_the_others_go_on(store: Sto
     assert text.law_line(cut).endswith("\n  repeat       gdn-verify check fla/chunk --law cut --seed 0")
     assert text.fault_notice([cut]).endswith("gdn-verify check fla/chunk --law cut --seed 0")
     assert exit_code([*reports.values()]) == UNDECIDED
-    plan = Plan(Domain(), ["cut", "pure"], 0, lambda law: 2, seeded, lambda law, example: Run(law, "fla/chunk", example), NOBODY)
+    plan = Plan(Domain(), ["cut", "pure"], 0, lambda law: 2, lambda law, example: Run(law, "fla/chunk", example), NOBODY)
     assert len(plan.of("pure").examples) == 2
     with pytest.raises(hypothesis.errors.Unsatisfiable):
         plan.of("cut")
@@ -514,8 +514,7 @@ def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], sto
 
 
 @pytest.mark.slow
-def test_stopped_check_blames_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.engine.asking._cost", lambda *_: ("slow", False))
+def test_stopped_check_blames_nobody(store: Store) -> None:
     begun = threading.Event()
     reports: list[LawReport] = []
     with Check(Settings("zoo/Hangs", ["recall"], Profile("many", 100), 0), 1, store, on_report=reports.append) as check:
@@ -650,12 +649,13 @@ def test_cases_in_place_of_blind_ones_end(workers: list[Worker], store: Store, m
 
 def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = list[Any]()
-    monkeypatch.setattr(law_check, "batches", lambda strategy, *_: strategies.append(strategy) or ())
-    plan: Any = SimpleNamespace(strategy=lambda law: f"of the palette, for {law.name}")
-    common: Any = SimpleNamespace(settings=Settings(RIGHT, device="cuda", profile=FEW), plan=plan)
+    monkeypatch.setattr(law_check, "seeded", lambda strategy, *_: strategies.append(strategy))
+    plan: Any = SimpleNamespace(strategy=lambda law, domain: f"a palette's, for {law.name} and {domain}", domain="a GPU's domain")
+    described: Any = SimpleNamespace(domain="the adapter's domain")
+    common: Any = SimpleNamespace(settings=Settings(RIGHT, device="cuda", profile=FEW), plan=plan, described=described)
     check: Any = SimpleNamespace(_common=common, report=SimpleNamespace(counts={Verdict.BLIND: 3}))
     assert law_check.LawCheck._replace_blind(check, LAWS["cut"]) is False
-    assert strategies == ["of the palette, for cut"]
+    assert strategies == ["a palette's, for cut and a GPU's domain"]
 
 
 def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:

@@ -25,7 +25,7 @@ from tests.answering import Answering
 from verify.engine import climb as climb_module
 from verify.engine.check import Check
 from verify.engine.climb import LEAST, climb, climbed
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law, seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution.run import Run
@@ -57,7 +57,7 @@ def corner(example: Example) -> float:
 
 def drawn(law: Law, seed: int, count: int, domain: Any = DOMAIN) -> list[Example]:
     examples: list[Example] = []
-    seeded(law.draw(domain), mix_words(seed, law.name), count, examples.append)
+    of_law(law, domain, seed, count, examples.append)
     return examples
 
 

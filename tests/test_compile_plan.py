@@ -26,7 +26,7 @@ from properties.rule_laws import LAWS
 from properties.strategies import Example
 from verify.engine import compile_plan
 from verify.engine.compile_plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law, seeded
 from verify.execution.execute import compiled, execute
 from verify.execution.run import Run
 from verify.gpu.compiled_keys import Notes
@@ -72,7 +72,7 @@ def run_of(law: str, example: Example) -> Run:
 
 
 def plan_of(compilers: Compilers, domain: Any = None, laws: tuple[str, ...] = ("oracle", "cut"), seed: int = 5) -> Plan:
-    return Plan(domain or Domain(), laws, seed, lambda _: 20, seeded, run_of, compilers)
+    return Plan(domain or Domain(), laws, seed, lambda _: 20, run_of, compilers)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_two_streams_are_drawn_on_a_gpu_for_domains_that_allow_them(one: Any) ->
     )
 
     def drawn(domain: Any, device: str) -> bool:
-        plan = Plan(domain, ["history"], 5, lambda _: 16, seeded, run_of, Compilers([], None), device=device)
+        plan = Plan(domain, ["history"], 6, lambda _: 24, run_of, Compilers([], None), device=device)
         return any(example.variant == "streams" for example in plan.of("history").examples)
 
     assert [drawn(two, "cuda"), drawn(one, "cuda"), drawn(two, "cpu")] == [True, False, False]
@@ -175,19 +175,20 @@ def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     assert worker.asked in ([], [Describe("x")])
 
 
-def test_a_plan_that_is_closed_draws_no_more() -> None:
+def test_a_plan_that_is_closed_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Example] = []
     begun = threading.Event()
 
-    def draw(strategy: Any, seed: int, examples: int, look: Any) -> None:
+    def draw(law: Any, domain: Any, seed: int, examples: int, look: Any, strategy: Any) -> None:
         def record(example: Example) -> None:
             begun.set()
             look(example)
             drawn.append(example)
 
-        seeded(strategy, seed, examples, record)
+        of_law(law, domain, seed, examples, record, strategy)
 
-    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, draw, run_of, Compilers([], None))
+    monkeypatch.setattr(compile_plan, "of_law", draw)
+    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, run_of, Compilers([], None))
     assert begun.wait(60)
     plan.close()
     for law in ("oracle", "cut"):

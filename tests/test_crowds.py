@@ -8,10 +8,10 @@ import pytest
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.rule_laws import LAWS
-from properties.sizes import CROWD, MOST, sized
+from properties.sizes import CROWD, MOST, places, sized
 from properties.strategies import Example, crowd
 from verify.adapters import loader
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.process.messages import RunOne
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
@@ -22,14 +22,16 @@ SIZED = sized(Domain(key_dims=(1, 128), value_dims=(1, 256), backward=False), No
 
 def drawn(domain: Domain, count: int) -> list[Case]:
     examples: list[Example] = []
-    seeded(LAWS["oracle"].draw(domain), 0, count, examples.append)
+    of_law(LAWS["oracle"], domain, 0, count, examples.append)
     return [example.case for example in examples]
 
 
-def test_a_check_draws_such_a_batch_once() -> None:
-    cases = drawn(SIZED, 64)
+@pytest.mark.parametrize("count", [20, 128])
+def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place(count: int) -> None:
+    cases = drawn(SIZED, count)
     assert cases.count(crowd(SIZED)) == 1
-    assert len(cases) == 64
+    assert cases[min(places(count, SIZED.long)) + 1] == crowd(SIZED)
+    assert len(cases) == count
 
 
 def test_the_batch_is_as_small_as_the_domain_allows() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.counter import mix_words
 from oracles.operation import Inputs
 from properties.books import book_of
 from properties.domain import Domain
@@ -22,7 +21,7 @@ from properties.strategies import Example
 from verify.adapters.fla import Chunk
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.engine.law_check import LawCheck, Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import addresses
@@ -86,7 +85,7 @@ def law_of(spec: str) -> str:
 def examples_of(spec: str) -> list[Example]:
     """The examples that a check of the default profile draws for the law of histories."""
     domain, found, law = adapter_of(spec).domain, list[Example](), law_of(spec)
-    seeded(book_of(domain).laws[law].draw(domain), mix_words(0, law), PROFILES["quick"].examples_of(law), found.append)
+    of_law(book_of(domain).laws[law], domain, 0, PROFILES["quick"].examples_of(law), found.append)
     return found
 
 

@@ -349,7 +349,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvStateFromColumn0": (Kill("recurrent", 2),),
     "ConvShortShifted": (Kill("recurrent", 2), Kill("oracle")),
     "ConvShortDropsLate": (Kill("copied"), Kill("cut", 6)),
-    "ConvShortRounded": (Kill("copied"), Kill("oracle")),
+    "ConvShortRounded": (Kill("copied", seeds=3), Kill("oracle")),
     "ConvRepeatsTheFirst": (Kill("absent"),),
     "ConvDecodesLate": (Kill("recurrent", 3),),
     "ConvResetsAtBlocks": (Kill("oracle", 193),),

@@ -59,7 +59,7 @@ KILLED_BY = {
     rules.WrongWithoutFinalState: (Kill("absent", 2),),
     rules.HalfSum: (Kill("oracle", 1),),
     rules.GroupsByShift: (Kill("oracle", 2),),
-    rules.WideValuesDoNotDecay: (Kill("strides", 1),),
+    rules.WideValuesDoNotDecay: (Kill("strides", 1, seeds=4),),
     rules.InferenceForgetsTheTail: (Kill("absent", 1),),
     rules.FrozenQueriesTakeTheGate: (Kill("absent", 2),),
     rules.SquaresInHalf: (Kill("norm", 1),),

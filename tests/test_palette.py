@@ -351,7 +351,7 @@ def test_palette_and_its_examples_are_the_same_in_another_process(elsewhere: dic
 @pytest.fixture(scope="module")
 def twenty() -> list[Palette]:
     """The palettes of twenty seeds."""
-    return [draw_palette(EVERY, seed, laws=()) for seed in range(60, 80)]
+    return [draw_palette(EVERY, seed, laws=()) for seed in range(20)]
 
 
 @pytest.mark.slow
@@ -502,10 +502,10 @@ def accepted(law: Law, example: Example) -> bool:
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, fault: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
-    drawn, the_law = draw_palette(drawn_for, 3, laws=()), book_of(asked_of).laws[law]
-    assert set(wrongs(drawn, asked_of, the_law, 20)) == set()
+    palettes, the_law = [draw_palette(drawn_for, seed, laws=()) for seed in range(3, 6)], book_of(asked_of).laws[law]
+    assert set(wrongs(palettes[0], asked_of, the_law, 20)) == set()
     monkeypatch.setattr(palette, "suits", wrong)
-    assert fault in wrongs(drawn, asked_of, the_law, 80)
+    assert any(fault in wrongs(drawn, asked_of, the_law, 80) for drawn in palettes)
 
 
 def test_place_follows_the_heads_that_an_entry_has() -> None:

@@ -434,7 +434,7 @@ KILLED_BY = {
     pools.DecodesKdaAsOneDecay: Kill("oracle", 4),
     pools.HalfStatesByHalf: Kill("oracle"),
     pools.TransposesByCopy: Kill("oracle"),
-    pools.IdleRequestsDecay: Kill("untouched", 1, 2),
+    pools.IdleRequestsDecay: Kill("untouched", 1, 2, seeds=4),
     pools.OffsetsByIdentity: Kill("refill", 2, 2),
     pools.SlotsByIdentity: Kill("refill", 1, 2),
     pools.SlotsByAddress: Kill("history", 1, 13),

@@ -4,12 +4,11 @@ import functools
 
 import pytest
 
-from oracles.counter import mix_words
 from properties.laws import Blind, Breach
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain
 from properties.trace_laws import TRACE_LAWS
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.engine.under_tags import add_tags
 from verify.execution.execute import execute
@@ -103,7 +102,7 @@ OTHER_CASES = 2
 def examples(law: str) -> list[Example]:
     """The examples that a check of the default profile draws for a law."""
     found: list[Example] = []
-    seeded(TRACE_LAWS[law].draw(traces.Serves.domain), mix_words(0, law), PROFILES["quick"].examples_of(law), found.append)
+    of_law(TRACE_LAWS[law], traces.Serves.domain, 0, PROFILES["quick"].examples_of(law), found.append)
     return found
 
 

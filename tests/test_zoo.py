@@ -19,7 +19,7 @@ from verify.adapters.loader import AdapterError, check_spec, load
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli import zoo_command as command
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.engine.profiles import Profile
 from verify.engine.shrink import Shrunk
 from verify.execution.execute import execute
@@ -228,7 +228,7 @@ def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch
     assert {peeks.cells[law].asked for law in LAWS if peeks.cells[law].asked} == {6, 8, 32}
     drawn: list[Any] = []
     law = LAWS["strides"]
-    seeded(law.draw(peeks.domain), hunt.mix_words(0, "strides"), 8, drawn.append)
+    of_law(law, peeks.domain, 0, 8, drawn.append)
     assert [run.example for run in asked["strides", "zoo/PeeksAhead"]] == drawn, "the cases are those of check"
     assert [run.example for run in asked["strides", "zoo/LeaksState"]] == drawn[:2]
 

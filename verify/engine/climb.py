@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase, target
+from hypothesis import Phase, target
 from hypothesis import strategies as st
 
 from oracles.counter import mix_words
 from properties.laws import Law
 from properties.palette import key_of, suits
+from properties.seeds import draw
 from properties.strategies import Example
 from verify.engine.drawing import Enough
 
@@ -102,23 +102,14 @@ def _stage(
     edit = st.integers(0, len(moves) - 1).flatmap(lambda word: st.tuples(st.just(word), _steps(len(moves[word][1]))))
     visited = set[Example]()
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=STAGE,
-        phases=(Phase.generate, Phase.target),
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(st.sampled_from(best), st.tuples(*[edit] * EDITS))
-    def drive(base: Example, edits: Sequence[Edit]) -> None:
-        example = edited(base, edits)
+    def drive(drawn: tuple[Example, Sequence[Edit]]) -> None:
+        example = edited(*drawn)
         # Hypothesis goes on as long as the score does not fall. A slightly lower score for an example that was visited before ends
         # such walks.
         target(asked(example) - (SAME if example in visited else 0.0))
         visited.add(example)
 
-    drive()
+    draw(st.tuples(st.sampled_from(best), st.tuples(*[edit] * EDITS)), seed, STAGE, drive, (Phase.generate, Phase.target))
 
 
 def _steps(values: int) -> st.SearchStrategy[int]:

@@ -13,14 +13,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from oracles.counter import mix_words
 from properties.books import book_of
 from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import draw_palette, key_of
 from properties.path_domain import PathDomain, with_forms
 from properties.strategies import Example
-from verify.engine.drawing import Enough
+from verify.engine.drawing import Enough, of_law
 from verify.execution.run import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.gpu.compiled_keys import Notes
@@ -31,7 +30,6 @@ SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
 FORWARD = ("recall",)
 COMPILE_S = 300.0  # how long the first case of a key may take
-Draw = Callable[[Any, int, int, Callable[[Any], None]], None]
 
 
 @dataclasses.dataclass
@@ -118,7 +116,6 @@ class Plan:
         laws: Iterable[str],
         seed: int,
         examples_of: Callable[[str], int],
-        draw: Draw,
         run_of: Callable[[str, Example], Run],
         compilers: Compilers,
         *,
@@ -135,7 +132,7 @@ class Plan:
         self._gpu = device != "cpu"
         palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
-        self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
+        self._seed, self._examples_of, self._run_of = seed, examples_of, run_of
         self._compilers, self._defects = compilers, defects
         lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
         self._known = {run: under_way for run in lines if (under_way := self._prepare(run)) is not None}
@@ -163,7 +160,7 @@ class Plan:
             planned.examples.append(example)
 
         try:
-            self._draw(self.strategy(law), mix_words(self._seed, name), self._examples_of(name), look)
+            of_law(law, self.domain, self._seed, self._examples_of(name), look, self.strategy)
         except Enough:
             raise concurrent.futures.CancelledError from None
         if self.palette is None:
@@ -185,10 +182,10 @@ class Plan:
         if run in self._known:
             _await(self._known[run])
 
-    def strategy(self, law: Law) -> Any:
-        """The strategy for examples of a law. On a GPU their compile keys are those of the palette."""
+    def strategy(self, law: Law, domain: Any) -> Any:
+        """The strategy for examples of a law and a domain. On a GPU their compile keys are those of the palette."""
         law = law.on_gpu() if self._gpu else law
-        return law.draw(self.domain) if self.palette is None else self.palette.examples(law, self.domain)
+        return law.draw(domain) if self.palette is None else self.palette.examples(law, domain)
 
 
 def has_keys(thing: Any) -> bool:

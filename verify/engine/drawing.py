@@ -1,55 +1,133 @@
 """Drawing: Hypothesis draws examples of a strategy, in the calling thread or ahead of it in another one."""
 
 import contextlib
+import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Unsatisfiable
+
+from oracles.counter import mix_words
+from properties.laws import Law
+from properties.seeds import draw as drawn_from
+from properties.sizes import is_large, places
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
+TRIES = 8  # draws for each large example
+FIRST = 16  # the smallest of so many ordinary examples is a law's first one
+Look = Callable[[Any], None]
 
 
 class Enough(BaseException):
     """Ends the drawing of examples. A BaseException, because Hypothesis would take an Exception for a failure and shrink it."""
 
 
-def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:
-    """Pass `examples` different examples of a strategy to `look`, or fewer if the strategy has fewer. The seed decides which."""
-    seen: set[Any] = set()
+def seeded(strategy: Any, seed: int, examples: int, look: Look, seen: Iterable[Any] = ()) -> None:
+    """Pass `examples` different examples of a strategy to `look`, or fewer if the strategy has fewer. The seed decides which.
+
+    None of them is in `seen`. Hypothesis begins with the same example for every seed, so that one is passed only if there are too
+    few others.
+    """
+    known, count, simplest = set(seen), 0, list[Any]()
     if examples == 0:
         return
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=2 * examples,  # a quarter of Hypothesis' draws are repetitions
-        phases=(Phase.generate,),
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(strategy)
     def drive(example: Any) -> None:
-        if example not in seen:
+        nonlocal count
+        if not simplest:
+            simplest.append(example)
+        elif example not in known and example != simplest[0]:
             look(example)
-            seen.add(example)
-        if len(seen) == examples:
-            raise Enough  # Hypothesis would go on to max_examples
+            known.add(example)
+            count += 1
+        if count == examples:
+            raise Enough  # Hypothesis would go on to its limit
 
     try:
-        drive()
+        drawn_from(strategy, seed, 2 * (examples + 1), drive)  # a quarter of Hypothesis' draws are repetitions
     except Enough:
-        if len(seen) < examples:  # raised by look
+        if count < examples:  # raised by look
             raise
+        return
+    if simplest and simplest[0] not in known:
+        look(simplest[0])
 
 
-def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
-    """The examples of `seeded`, in lists of at most `most`, while a thread draws up to AHEAD examples in advance.
+def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy: Callable[[Law, Any], Any] | None = None) -> None:
+    """Pass the examples to `look` that a check with this seed has of a law, in their order, which their number decides.
 
-    A list ends early if no further example is drawn yet. An exception in the drawing thread is raised here.
+    - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
+    - Large examples are at the places that properties/sizes.py names, if the domain has large cases.
+    - The examples that a law always has (`Law.always`) come after the first large one.
+
+    `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
+    """
+    seed, special = mix_words(seed, law.name), dict[int, Any]()
+    strategy = strategy or (lambda law, domain: law.draw(domain))
+    kinds = places(examples, getattr(domain, "long", 0), seed)
+    for kind in dict.fromkeys(kinds.values()):
+        where = [place for place in kinds if kinds[place] == kind]
+        large = _large(strategy(law, dataclasses.replace(domain, large=kind)), mix_words(seed, kind), len(where))
+        special |= dict(zip(where, large, strict=False))
+    if kinds:
+        free = (place for place in range(min(kinds) + 1, examples) if place not in kinds)
+        special |= dict(zip(free, law.always(domain), strict=False))
+    begin, done = list[Any](), 0
+
+    def put(*ordinary: Any) -> None:
+        nonlocal done
+        for example in ordinary:
+            while done in special:
+                look(special[done])
+                done += 1
+            look(example)
+            done += 1
+
+    def put_first() -> None:
+        smallest = min(begin, key=lambda example: (example.case.tokens == 0, example.case.tokens), default=None)
+        put(*(example for example in begin if example is smallest), *(example for example in begin if example is not smallest))
+
+    def ordinary(example: Any) -> None:
+        if len(begin) == FIRST:
+            put(example)
+            return
+        begin.append(example)
+        if len(begin) == FIRST:
+            put_first()
+
+    seeded(strategy(law, domain), seed, examples - len(special), ordinary, special.values())
+    if len(begin) < FIRST:
+        put_first()
+    for place in sorted(place for place in special if place >= done):
+        look(special[place])
+
+
+def _large(strategy: Any, seed: int, count: int) -> list[Any]:
+    """Return `count` examples of a strategy for large ones.
+
+    Some laws choose among strategies, and not all of these have large examples. Where TRIES are not enough, ordinary ones are
+    returned too. If no key of a palette suits a large example, there are none.
+    """
+    drawn: list[Any] = []
+
+    def look(example: Any) -> None:
+        drawn.append(example)
+        if sum(is_large(example.case) for example in drawn) == count:
+            raise Enough
+
+    with contextlib.suppress(Enough, Unsatisfiable):
+        seeded(strategy, seed, TRIES * count, look)
+    return sorted(drawn, key=lambda example: not is_large(example.case))[:count]
+
+
+def batches(draw: Callable[[Look], None], most: int) -> Iterator[list[Any]]:
+    """The examples that `draw` passes to its argument, in lists of at most `most`.
+
+    Meanwhile a thread draws up to AHEAD of them in advance. A list ends early if no further example is drawn yet. An exception in
+    the drawing thread is raised here.
     """
     drawn: queue.Queue[Any] = queue.Queue(AHEAD)
     failed: list[BaseException] = []
@@ -62,9 +140,9 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
                 return
         raise Enough
 
-    def draw() -> None:
+    def run() -> None:
         try:
-            seeded(strategy, seed, examples, put)
+            draw(put)
         except BaseException as error:  # raised in the caller, as if the caller had drawn
             failed.append(error)
         finally:
@@ -73,7 +151,7 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
 
     batch: list[Any] = []
     try:
-        _in_a_thread(draw)
+        _in_a_thread(run)
         while (example := drawn.get()) is not end:
             batch.append(example)
             if len(batch) == most or drawn.empty():

@@ -16,7 +16,7 @@ from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
-from verify.engine.drawing import batches
+from verify.engine.drawing import batches, of_law, seeded
 from verify.engine.explaining import SHRINK_S, YES, explain_repeating, would_hold
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import similar, with_ordinary_numbers
@@ -271,14 +271,16 @@ class LawCheck:
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
         examples = common.settings.profile.examples_of(law.name)
-        strategy = law.draw(common.described.domain) if common.plan is None else common.plan.strategy(law)
+        domain = common.described.domain
+        strategy = law.draw(domain) if common.plan is None else common.plan.strategy(law, common.plan.domain)
+        draw = functools.partial(seeded, strategy, mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples)
 
         def enough() -> bool:
             return sum(counts.get(verdict, 0) for verdict in (Verdict.HOLDS, Verdict.KNOWN)) >= min(ENOUGH, examples)
 
         if enough() or set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
             return False
-        for batch in batches(strategy, mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples, 1):
+        for batch in batches(draw, 1):
             run = common.run_of(law.name, batch[0])
             if run.example not in self._scores and self._counted(run, self._ask(run)):
                 return True
@@ -286,11 +288,19 @@ class LawCheck:
                 return False
         return False
 
+    def lines(self) -> list[Run]:
+        """The runs of the law that no outcome decides, in their order. None is run, and nothing is in `report`."""
+        common, law = self._common, book_of(self._common.described.domain).laws.get(self._name)
+        if law is None or law.needs(common.described.domain):
+            return []
+        batches_of_one = self._batches(law, common.settings.drawn(law), 1)
+        return [common.run_of(law.name, example) for batch in batches_of_one for example in batch]
+
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
         """The law's examples, in lists of at most `most`. With a plan, each list waits until its kernels are compiled."""
         common = self._common
         if common.plan is None:
-            yield from batches(law.draw(common.described.domain), mix_words(common.settings.seed, law.name), examples, most)
+            yield from batches(functools.partial(of_law, law, common.described.domain, common.settings.seed, examples), most)
             return
         planned = common.plan.of(law.name)
         for batch in of_one_key(planned.examples, most):

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from oracles.counter import mix_words
 from properties.books import Book, book_of
 from properties.sizes import MOST, sized
 from properties.strategies import Example
 from verify.adapters.registry import ZOO
 from verify.engine.asking import ask
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law
 from verify.engine.explaining import explain
 from verify.engine.profiles import PROFILES
 from verify.execution.run import Run
@@ -263,9 +262,7 @@ class Hunt:
         """Run a share of a law's cases. Each case is run on every living animal in turn, so that they share its tolerances."""
         law = herd.book.laws[herd.law]
         if not herd.examples:
-            seeded(
-                law.draw(herd.fates[0].domain), mix_words(self.seed, law.name), PROFILE.examples_of(law.name), herd.examples.append
-            )
+            of_law(law, herd.fates[0].domain, self.seed, PROFILE.examples_of(law.name), herd.examples.append)
             for fate in herd.fates:
                 fate.cells[herd.law].planned = len(herd.examples)
         cases = list(enumerate(herd.examples, 1))[share]

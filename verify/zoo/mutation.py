@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from oracles.counter import mix_words
 from properties.books import book_of
 from properties.cases.rule_case import Case
 from properties.domain import Domain
@@ -32,7 +31,7 @@ from verify.adapters.base import Adapter
 from verify.adapters.loader import versions
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
-from verify.engine.drawing import seeded
+from verify.engine.drawing import of_law, seeded
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import memo
 from verify.execution.execute import execute
@@ -112,7 +111,7 @@ def runs_by_law(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list
         law = book.laws[name]
         if law.needs(domain) is None:
             drawn: list[Example] = []
-            seeded(law.draw(domain), mix_words(seed, name), profile.examples_of(name), drawn.append)
+            of_law(law, domain, seed, profile.examples_of(name), drawn.append)
             if not runs:
                 drawn.sort(key=lambda example: _work(example.case))
             runs += [Run(name, spec, example) for example in drawn]
