@@ -6,7 +6,7 @@ from typing import Any
 from properties.books import book_of
 from properties.domain import Domain
 from verify.execution.run import Run
-from verify.process.messages import Cost, Describe, Description, Question, RunMany, RunOne
+from verify.process.messages import Describe, Description, Question, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 
@@ -14,19 +14,18 @@ class Answering:
     """It runs nothing: `ratio` says the error over bound of a run, over 1 the run is broken. `asked` are the lines, in order."""
 
     deadline_s, started, start_s = 1.0, 0, 0.0
+    size = 2  # of its ranks, for a domain of paths
 
-    def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Any = None) -> None:
-        self.ratio, self.domain = ratio, domain or Domain()
+    def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Any = None, cost: str = "slow") -> None:
+        self.ratio, self.domain, self.cost = ratio, domain or Domain(), cost
         self.asked: list[str] = []
         self.closed = False
 
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Describe):
             domain = self.domain
-            description = Description(book_of(domain).name, domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
+            description = Description(book_of(domain).name, domain.to_json(), "chunkwise", "ieee", "none 1.0", "", cost=self.cost)
             return description.to_json()
-        if isinstance(question, Cost):
-            return {"cost": "slow"}
         if isinstance(question, RunMany):
             return {"outcomes": []}  # each is to be asked alone
         assert isinstance(question, RunOne)

@@ -146,13 +146,8 @@ def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(worker
 
 
 @pytest.mark.slow
-def test_a_report_that_is_not_given_again_blames_no_case(
-    worker_under_it: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_is_not_given_again_blames_no_case(worker_under_it: Worker, tmp_path: pathlib.Path) -> None:
     """It may have come late, and be about the case before."""
-    monkeypatch.setattr(
-        "verify.engine.asking._cost", lambda *_: ("slow", False)
-    )  # the one report would come while the cost is measured
     report = sanitized(worker_under_it, tmp_path, kernel(tmp_path, often=False, late_s=0.3), "pure")
     assert report.verdict is Verdict.UNKNOWN
     assert "read out of bounds in kernel reads_on" in report.reason

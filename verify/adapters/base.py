@@ -64,10 +64,13 @@ class Adapter(Implementation):
     - `counterpart`: the name of the adapter of its one-token form.
     - `compiles`: an implementation that compiles every new shape of its inputs, also on a CPU, sets this to True, as JAX does. A
       check then draws its cases from few compile keys and lengths. This changes no tolerance.
+    - `cost`: what a token costs on a CPU, which limits the long cases of a check: "quick", "interpreted" (Triton kernels) or "slow"
+      (no long cases). With None it is "interpreted" if the adapter requires Triton or its modules have imported a Triton kernel.
     """
 
     chunk: int | None = None
     compiles: bool = False
+    cost: str | None = None
     stores: bool = False
     folds: bool = False
     rounds_products: bool = False

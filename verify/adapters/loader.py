@@ -13,7 +13,7 @@ from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS
 from properties.path_domain import PathDomain
-from properties.sizes import LARGEST_CHUNK
+from properties.sizes import LARGEST_CHUNK, MOST
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.declarations import misspelt
@@ -94,6 +94,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
         raise AdapterError(f"adapter {spec}: products must be one of {', '.join(PRODUCTS)}, got {adapter.products!r}")
     if isinstance(adapter, Adapter) and adapter.compiles not in (True, False):
         raise AdapterError(f"adapter {spec}: compiles must be True or False, got {adapter.compiles!r}")
+    if isinstance(adapter, Adapter) and adapter.cost is not None and adapter.cost not in MOST:
+        raise AdapterError(f"adapter {spec}: cost must be None or one of {', '.join(MOST)}, got {adapter.cost!r}")
     for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
         if getattr(adapter, name, False) and adapter.algorithm != wanted:
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")

@@ -6,7 +6,6 @@ If a worker is lost (it crashes or hangs), that is an outcome like any other, no
 import contextlib
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from verify.gpu import device as devices
 from verify.interpreter.self_test import TRITONS, notice
 from verify.process import prestart
 from verify.process.choices import NoInterpreter
-from verify.process.messages import Cost, Describe, Description, Interprets, RunMany, RunOne
+from verify.process.messages import Describe, Description, Interprets, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import RankGroup
@@ -41,10 +40,10 @@ from verify.ranks.torchrun import TorchrunGroup
 BATCH, TRUTHS = 32, 4
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
-PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, the one with about so many tokens shows what a token costs
+PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
+PATIENT = 1024  # tokens from which on a case on a CPU gets more time than others, in proportion
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 _WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter
-_COSTS: weakref.WeakKeyDictionary[Asked, dict[str, tuple[str, bool]]] = weakref.WeakKeyDictionary()  # of each worker, by adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +63,7 @@ class Described:
     chunk: int | None = None
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
     compiles: bool = False
+    cost: str = "quick"
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -116,22 +116,19 @@ def describe(spec: str, worker: Asked, *, runs: bool = True) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    return Described(spec, domain, *about, description.omits, description.compiles)
+    return Described(spec, domain, *about, description.omits, description.compiles, description.cost)
 
 
-def with_sizes(described: Described, worker: Asked, device: str, *, large: bool = True) -> Described:
+def with_sizes(described: Described, device: str, *, large: bool = True) -> Described:
     """The declarations with the sizes of this check's cases, which follow the chunk and, on a CPU, what a token costs.
 
-    A worker is asked once for the cost of an adapter. If not `large`, no case is large, and nobody is asked.
+    If not `large`, no case is large. A crowd is affordable where kernels are interpreted; plain torch has no grid that it could
+    exceed.
     """
-    if not large:
-        return dataclasses.replace(described, domain=sized(described.domain, described.chunk, 0))
-    domain = sized(described.domain, described.chunk, MOST_ON_GPU)
-    if getattr(domain, "long", 0) and device == "cpu":
-        cost, crowd = _cost(described, worker)
-        domain = sized(domain, described.chunk, MOST[cost])
-        if isinstance(domain, Domain) and not crowd and domain.batch_heads is None:
-            domain = dataclasses.replace(domain, batch_heads=MOST_ALONG_Y)
+    most = (MOST_ON_GPU if device != "cpu" else MOST[described.cost]) if large else 0
+    domain = sized(described.domain, described.chunk, most)
+    if isinstance(domain, Domain) and domain.batch_heads is None and device == "cpu" and large and described.cost != "interpreted":
+        domain = dataclasses.replace(domain, batch_heads=MOST_ALONG_Y)
     return dataclasses.replace(described, domain=domain)
 
 
@@ -171,21 +168,6 @@ def _probes(described: Described) -> list[Run]:
     return [Run(law, described.spec, example) for example in examples]
 
 
-def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
-    """What a token costs, and whether a crowd is affordable (`TokenCost`), measured with a short case in the worker.
-
-    If the worker is lost or there is no case, a token counts as "slow" and a crowd as not affordable.
-    """
-    costs = _COSTS.setdefault(worker, {})
-    if described.spec not in costs:
-        answer = {}
-        with contextlib.suppress(WorkerLost):
-            if probes := _probes(described):
-                answer = worker.ask(Cost(str(probes[0])))
-        costs[described.spec] = answer.get("cost", "slow"), answer.get("crowd", False)
-    return costs[described.spec]
-
-
 def _last_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else "it wrote nothing"
@@ -202,7 +184,8 @@ def ask(
     """
     store.begin(str(run))
     try:
-        answer = worker.ask(RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run)))
+        question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
+        answer = worker.ask(question, *_deadline(run, worker))
         outcome = Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
         if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it
             first, *others = outcome.findings
@@ -219,6 +202,12 @@ def ask(
         return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last, wrote=wrote)])
     finally:
         store.end()
+
+
+def _deadline(run: Run, worker: Asked) -> tuple[float, ...]:
+    """The deadline of a long case on a CPU, whose time grows with its tokens; nothing for other cases."""
+    tokens = run.example.case.tokens if run.device == "cpu" and isinstance(worker, Worker) else 0
+    return (worker.deadline_s * tokens / PATIENT,) if isinstance(worker, Worker) and tokens > PATIENT else ()
 
 
 def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:

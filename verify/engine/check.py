@@ -3,7 +3,7 @@
 import concurrent.futures
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from properties.books import book_of
@@ -11,10 +11,10 @@ from properties.trace_domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Asked, Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
-from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.engine.power import by_power
 from verify.engine.under_tags import add_tags
+from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
@@ -118,13 +118,11 @@ class Check:
         self.workers += extra
         self._free += extra
 
-    def run(self) -> list[LawReport]:
-        """Run the check: one report for each law, in the order in which the laws were decided."""
+    def _prepared(self) -> Common:
+        """What the laws share: the sizes of the cases, and a plan if kernels are compiled. Puts the laws in order."""
         settings = self.settings
-        self.warning()
-        self.described = described = with_sizes(self.describe(), self.workers[0], settings.device, large=settings.profile.large)
+        self.described = described = with_sizes(self.describe(), settings.device, large=settings.profile.large)
         domain = described.domain
-        self.share_gpus(domain)
         if self.laws is None:
             self.laws = book_of(domain).about(domain.operation)
         common = Common(
@@ -142,6 +140,22 @@ class Check:
         if settings.device != "cpu" or described.compiles:
             self.laws = in_order(self.laws)
             common.plan = self._plan = self._planned(common)
+        return common
+
+    def drawn(self) -> Iterator[tuple[str, list[Run], int]]:
+        """For each law its name, the runs that no outcome decides, and how many further ones are climbed for. No case is run."""
+        common = self._prepared()
+        for law in self.laws or ():
+            runs = LawCheck(common, law, self.workers[0]).lines()
+            drawn = self.settings.drawn(book_of(common.described.domain).laws[law]) if runs else 0
+            yield law, runs, self.settings.profile.examples_of(law) - drawn if runs else 0
+
+    def run(self) -> list[LawReport]:
+        """Run the check: one report for each law, in the order in which the laws were decided."""
+        self.warning()
+        settings, common = self.settings, self._prepared()
+        self.share_gpus(common.described.domain)
+        assert self.laws is not None
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
         futures = [pool.submit(self._one, common, law) for law in self.laws if law not in settings.skip]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
@@ -204,7 +218,6 @@ class Check:
             laws,
             settings.seed,
             examples_of,
-            seeded,
             common.run_of,
             self._compilers,
             adapter=settings.adapter,

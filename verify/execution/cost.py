@@ -1,42 +1,47 @@
-"""The cost of an implementation's tokens, which decides how large the large cases of a check are (properties/sizes.py)."""
+"""What a token costs an implementation on a CPU, which decides how large the large cases of a check are (properties/sizes.py).
 
-import dataclasses
-import os
+The answer follows from what an adapter declares and imports and never from a clock, because it decides which cases a seed has.
+"""
+
 import sys
+from types import ModuleType
 
-from verify.execution.execute import execute
-from verify.execution.run import Run
-from verify.process.choices import SEQUENTIAL
+from properties.sizes import MOST
+from verify.adapters.base import Adapter
 
-TIMES = 2  # the first run imports modules
-# Seconds for a token. Plain torch takes 0.0001 s, loops over tokens 0.0005 s, and interpreted kernels 0.003 s. The longest cases
-# take at most 20 s with these limits, and a case counts as a hang after 120 s.
-DEAR, DEAR_INTERPRETED = 0.0025, 0.02
+# Packages into which the search for kernels does not look: that Triton is imported says nothing, and ours are not under test.
+OTHERS = ("triton", "torch", "numpy", "oracles", "properties", "verify")
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenCost:
-    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow"; whether a crowd is affordable."""
+def cost_of(adapter: object) -> str:
+    """What a token costs: one of the names of MOST, as the adapter declares it.
 
-    cost: str
-    crowd: bool
-
-
-def cost_of(run: Run) -> TokenCost:
-    """Run a short case, and return what a token costs.
-
-    A crowd is affordable if kernels are interpreted with all programs together. Plain torch has no grid that a crowd could exceed.
+    Without a declaration, tokens are "interpreted" if the adapter requires Triton, or if a Triton kernel can be reached from the
+    modules of its classes over what these modules have imported. Otherwise they are "quick".
     """
-    launches, alone = _launches()
-    seconds = min(execute(run).kernel_s for _ in range(TIMES)) / max(1, run.example.case.tokens)
-    more, more_alone = (after - before for before, after in zip((launches, alone), _launches(), strict=True))
-    if seconds > DEAR_INTERPRETED:
-        return TokenCost("slow", crowd=False)
-    together = more > 0 and not more_alone and os.environ.get(SEQUENTIAL) != "sequential"
-    return TokenCost("interpreted" if more or seconds > DEAR else "quick", together)
+    declared = getattr(adapter, "cost", None)
+    if declared in MOST or not isinstance(adapter, Adapter):
+        return declared or "quick"
+    kernels = "triton" in adapter.requires or _reaches_kernels({kind.__module__ for kind in type(adapter).__mro__})
+    return "interpreted" if kernels else "quick"
 
 
-def _launches() -> tuple[int, int]:
-    """The number of interpreted launches in this process so far, and of those whose programs could not run together."""
-    launch = sys.modules.get("verify.interpreter.launch")  # imported only where kernels are interpreted
-    return (sum(launch.launches.values()), sum(launch.one_by_one.values())) if launch else (0, 0)
+def _reaches_kernels(names: set[str]) -> bool:
+    if "triton" not in sys.modules:
+        return False
+    from triton import KernelInterface
+
+    left, seen = list(names), set[str]()
+    while left:
+        name = left.pop()
+        module = sys.modules.get(name)
+        # What a module that imports on demand has imported so far depends on what this process did before.
+        if name in seen or type(module) is not ModuleType or name.partition(".")[0] in (*OTHERS, *sys.stdlib_module_names):
+            continue
+        seen.add(name)
+        for value in list(vars(module).values()):
+            if isinstance(value, KernelInterface):
+                return True
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            left += [home] if isinstance(home, str) else []
+    return False

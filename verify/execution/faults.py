@@ -8,7 +8,7 @@ import torch
 from verify.adapters.interface import Unavailable
 from verify.adapters.serving import uses_stubs
 from verify.gpu import device as devices
-from verify.interpreter import Race, UnknownTriton
+from verify.interpreter import Race, TooManyPrograms, UnknownTriton
 from verify.process.outcome import FailureKind, Finding
 from verify.process.stacks import in_kernel, unmarked
 
@@ -41,6 +41,8 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
         return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
+    if isinstance(error, TooManyPrograms):
+        return Unavailable(str(error)), ""
     if isinstance(error, UnknownTriton | Unavailable):
         return error, ""
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call

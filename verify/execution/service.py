@@ -1,7 +1,6 @@
 """Answers the questions of a worker: what an adapter declares, and the outcomes of runs."""
 
 import contextlib
-import dataclasses
 import os
 import threading
 import traceback
@@ -31,7 +30,6 @@ from verify.process.fork_server import importing
 from verify.process.messages import (
     Answer,
     Compile,
-    Cost,
     Describe,
     Description,
     Interprets,
@@ -99,11 +97,8 @@ def _describe(asked: Describe) -> Answer:
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
         compiles=getattr(adapter, "compiles", False),
+        cost=cost_of(adapter),
     ).to_json()
-
-
-def _cost(asked: Cost) -> Answer:
-    return dataclasses.asdict(cost_of(Run.parse(asked.line)))
 
 
 def _interprets(asked: Interprets) -> Answer:
@@ -169,7 +164,6 @@ def _cpu_s() -> float:
 
 _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
     Compile: _compile,
-    Cost: _cost,
     Describe: _describe,
     Interprets: _interprets,
     Join: _join,

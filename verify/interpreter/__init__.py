@@ -18,10 +18,19 @@ from types import ModuleType
 
 from verify.interpreter import patches
 from verify.interpreter.memory import OutOfBounds
-from verify.interpreter.patches import SEQUENTIAL, UnknownTriton, patch
+from verify.interpreter.patches import SEQUENTIAL, TooManyPrograms, UnknownTriton, patch
 from verify.interpreter.races import Race
 
-__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "has_launched", "install", "install_with_triton"]
+__all__ = [
+    "SEQUENTIAL",
+    "OutOfBounds",
+    "Race",
+    "TooManyPrograms",
+    "UnknownTriton",
+    "has_launched",
+    "install",
+    "install_with_triton",
+]
 
 
 def install(*, tested: bool = False) -> None:

@@ -26,7 +26,7 @@ from verify.interpreter.grid import Function, Machine
 from verify.interpreter.internals import get, put
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
-from verify.interpreter.patches import SEQUENTIAL, UnknownTriton
+from verify.interpreter.patches import SEQUENTIAL, TooManyPrograms, UnknownTriton
 from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_accepted, conflicts, writes_the_same
 
 Grid = tuple[int, int, int]
@@ -36,6 +36,7 @@ Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory a
 ELEMENTS = 1 << 20
 PROGRAMS = 128  # programs that run together while the size of a kernel's blocks is unknown
 
+MOST_ALONE = MOST_ALONG_Y  # programs that run one after another: more would take minutes, and look like a hang
 MOST_PROGRAMS = (2**31 - 1, MOST_ALONG_Y, MOST_ALONG_Y)  # the largest grid that CUDA launches, along x, y and z
 
 # Annotations of numbers, as Triton abbreviates them
@@ -211,6 +212,8 @@ def _by_memory(values: dict[str, Any]) -> Tensors:
 
 
 def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
+    if math.prod(grid) > MOST_ALONE:
+        raise TooManyPrograms(f"the kernel {function.__name__} has {math.prod(grid)} programs, which would run one after another")
     builder = get("interpreter.interpreter_builder")
     builder.set_grid_dim(*grid)
     try:

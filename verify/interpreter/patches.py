@@ -31,6 +31,10 @@ class UnknownTriton(Exception):
     """A kernel cannot be interpreted: not with the installed version of Triton, or not at all."""
 
 
+class TooManyPrograms(Exception):
+    """A launch takes too long without a GPU: its programs are too many, and cannot run together."""
+
+
 def patch(*, tested: bool = False) -> bool:
     """Patch Triton's interpreter so that it computes as a GPU does.
 

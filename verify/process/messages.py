@@ -44,13 +44,6 @@ class RunOne(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost(Question):
-    """What does a token cost? The line is a short case. Answer: the fields of a TokenCost (verify/execution/cost.py)."""
-
-    line: str
-
-
-@dataclasses.dataclass(frozen=True)
 class RunMany(Question):
     """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
 
@@ -152,6 +145,7 @@ class Description:
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
     closes: bool = False
     compiles: bool = False
+    cost: str = "quick"
 
     def to_json(self) -> Answer:
         """The description as plain data."""
