@@ -20,6 +20,7 @@ def _told(holds: str, broken: str | None, undecided: str) -> str:
 EXITS = _told("every law holds", "a law is broken", "undecided, or nothing was compared")
 EXITS_OF = {
     "list": _told("the list is printed", None, "gdn-verify itself failed"),
+    "draw": _told("the lines are printed", None, "gdn-verify itself failed"),
     "known": _told("the defect is on file", "the line holds, so nothing was written", "undecided"),
     "launches": _told("all launches agree", "a launch differs, or a call fails", "undecided, or no GPU"),
     "zoo": _told(

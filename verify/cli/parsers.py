@@ -25,6 +25,7 @@ from verify.cli.options import (
 )
 from verify.cli.terminal import print_error
 from verify.engine.profiles import PROFILES
+from verify.process.choices import DEVICES
 from verify.zoo.incidents import LETTERS
 
 # The first part of each published change, by the change's number.
@@ -73,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
-    parsers = top.add_subparsers(required=True, metavar="{list,check,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb")
+    parsers = top.add_subparsers(
+        required=True, metavar="{list,check,draw,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb"
+    )
 
     def verb(name: str, act: str, words: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = parsers.add_parser(
@@ -85,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     listing = verb("list", "list_command:list_all", "print operations, laws, adapters, and what this host can run")
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _check(verb("check", "check_command:check", "check an adapter against the laws"))
+    _draw(verb("draw", "draw_command:draw", "print the lines of the cases that check would run"))
     _soak(verb("soak", "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over"))
     _repeat(verb("repeat", "repeat_command:repeat", "run one printed line again"))
     _known(verb("known", "known_command:put_on_file", "put a failure on file as a known defect"))
@@ -104,6 +108,8 @@ def refuse(options: argparse.Namespace) -> None:
         if (options.adapter is None) == (options.own is None):
             raise ValueError(f"check needs one adapter: {ADAPTER}")
         options.adapter = options.adapter or options.own
+        check_spec(options.adapter)
+    if options.verb == "draw":
         check_spec(options.adapter)
     for spec in options.adapter if options.verb == "soak" else ():
         check_spec(spec)
@@ -149,6 +155,21 @@ def _check(parser: argparse.ArgumentParser) -> None:
     add_sanitize(parser)
     add_common(parser)
     add_known(parser)
+
+
+def _draw(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", help=ADAPTER)
+    parser.add_argument(
+        "--law", type=law_word, action="append", metavar="LAW", help="print only the cases of this law (may be repeated)"
+    )
+    parser.add_argument("--profile", choices=PROFILES, help="as for check (default quick; gpu on a GPU)")
+    parser.add_argument("--seed", type=seed_word, help="seed of the cases (default 0; with the profile soak random, and printed)")
+    parser.add_argument("--climb", action="store_true", help="print what check --climb draws before it climbs")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="where check would run the cases (default: cuda if there is a GPU, else cpu)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each case: its law, its number and its line")
+    parser.add_argument("--path", metavar="DIR", help="a checkout in which modules are looked for first, as for check")
 
 
 def _soak(parser: argparse.ArgumentParser) -> None:
