@@ -17,11 +17,11 @@ pytestmark = pytest.mark.interpreted
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "interpreter_kernels.py"
 CHECKS = re.findall(r"^def check_(\w+)", KERNELS.read_text(encoding="utf-8"), re.MULTILINE)
-TRITON = Version(installed("triton") or "0")
+release = Version(installed("triton") or "0")
 # What Triton's own interpreter computes rightly: the patches must keep it so.
 RIGHT_WITHOUT_US = {
     "atomic_add",
-    *(["arguments"] if TRITON >= Version("3.8") else []),
+    *(["arguments"] if release >= Version("3.8") else []),
     "cast_fp16_and_fp32",
     "dot_fp16",
     "dot_fp16_adds_in_float32",
@@ -31,7 +31,7 @@ RIGHT_WITHOUT_US = {
     "max_and_min",
     "shapes",
     "sum_fp32",
-    *(["sums_of_one_bit"] if TRITON >= Version("3.9") else []),
+    *(["sums_of_one_bit"] if release >= Version("3.9") else []),
 }
 
 
