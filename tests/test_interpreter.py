@@ -21,11 +21,7 @@ release = Version(installed("triton") or "0")
 # What Triton's own interpreter computes rightly: the patches must keep it so.
 RIGHT_WITHOUT_US = {
     "atomic_add",
-<<<<<<< HEAD
-    *(["arguments"] if Version("3.8") <= TRITON else []),
-=======
     *(["arguments"] if release >= Version("3.8") else []),
->>>>>>> triton
     "cast_fp16_and_fp32",
     "dot_fp16",
     "dot_fp16_adds_in_float32",
@@ -35,11 +31,7 @@ RIGHT_WITHOUT_US = {
     "max_and_min",
     "shapes",
     "sum_fp32",
-<<<<<<< HEAD
-    *(["sums_of_one_bit"] if Version("3.9") <= TRITON else []),
-=======
     *(["sums_of_one_bit"] if release >= Version("3.9") else []),
->>>>>>> triton
 }
 
 
