@@ -114,8 +114,8 @@ def run(words: Sequence[str], out: Any, err: Any, at: Callable[[Run], None] = la
     """Run a command whose workers answer at once, with these streams, and without the findings of earlier ones."""
     shutil.rmtree(".gdn-verify", ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch, streams(out, err):
-        patch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at)])
-        patch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at)])
+        patch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at), Slow(at)])
+        patch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at), Slow(at)])
         return main(words)
 
 
@@ -189,36 +189,29 @@ def test_a_soak_on_a_terminal_shows_its_rounds(command: list[str]) -> None:
 
 
 def test_after_ctrl_c_a_terminal_shows_what_was_decided(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    report, main_thread = check_command._print_report, threading.get_ident()
-    told, closed = threading.Semaphore(0), threading.Event()
-    monkeypatch.setattr(Slow, "close", lambda _: closed.set())
+    """Ctrl-C comes when three laws are reported and the fourth has begun, which a stopped check lets go on."""
+    report, reports, begun, stopped = check_command._print_report, list[str](), threading.Event(), threading.Event()
 
-    def at() -> Callable[[Run], None]:
-        asked: list[Run] = []
-        closed.clear()
-        while told.acquire(blocking=False):
-            pass
-
-        def before(run: Run) -> None:
-            asked.extend([run] * (run.law == "again"))
-            if asked[2:] == [run]:
-                for _ in LAWS[:3]:
-                    told.acquire()
-                signal.pthread_kill(main_thread, signal.SIGINT)
-                assert closed.wait(30), "the check was stopped"
-
-        return before
+    def before(run: Run) -> None:
+        if run.law == "again":
+            begun.set()
+            assert stopped.wait(60)
 
     def reported(*words: Any) -> None:
         report(*words)
-        told.release()
+        reports.append("one")
+        if len(reports) == 3:
+            assert begun.wait(60)
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(check_command, "_print_report", reported)
-    code, text = in_pipe(["check", *command], at=at())
+    monkeypatch.setattr(Slow, "close", lambda _: stopped.set())
+    code, text = in_pipe(["check", *command], at=before)
     assert code == exits.INTERRUPTED
     assert text.splitlines()[-1].startswith("interrupted: 1 holds, 2 broken, 1 not finished of 4 laws")
-    assert "cut short   again" in text
-    code, screen = on_terminal(["check", *command], 80, at=at())
+    for state in (reports, begun, stopped):
+        state.clear()
+    code, screen = on_terminal(["check", *command], 80, at=before)
     assert code == exits.INTERRUPTED
     check_shown(screen, text)
 
@@ -293,6 +286,23 @@ def test_colours_and_bars_are_for_terminals_that_want_them(
         move("oracle", 1, 2)
         print_line(text)
     assert plain.getvalue() == f"{text}\n"
+
+
+@pytest.mark.parametrize("bars", [1, 3, 40])
+def test_lines_stay_beside_any_number_of_bars(bars: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(80)
+    lines = [f"line {number}" for number in range(30)]
+    with streams(screen.file, screen.file), output.progress() as move:
+        for number, line in enumerate(lines):
+            for bar in range(bars):
+                move(f"law{bar}", number, 100)
+            print_line(line, sys.stdout if number % 2 else sys.stderr)
+            if number == 15:
+                time.sleep(0.2)  # until the bars are drawn by themselves
+    screen.close()
+    assert [row for row in screen.rows if row] == lines
+    assert b"law0" in screen.sent
 
 
 def test_a_screen_on_which_bars_erase_lines_is_seen() -> None:

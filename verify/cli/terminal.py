@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.live import Live
+    from rich.progress import TaskID
+    from rich.table import Table
 
 # A line that a person copies, or a part of it: a run, or a command. It gets no line feed from us.
 COPIED = re.compile(r"\blaw=\S+ .*\badapter=\S|\bgdn-verify [a-z]+ \S|\bpip install ")
@@ -25,7 +27,7 @@ COLOURS = {"HOLDS": "32", "BROKEN": "31", "UNKNOWN": "33", "unsupported": "2"}  
 _VERDICT = re.compile(rf"^({'|'.join(COLOURS)})(?= )", re.MULTILINE)
 NARROWEST = 20  # columns: a terminal that reports fewer is not believed
 _lock = threading.RLock()  # held while a line is written or the bars change
-_bars: "list[Progress]" = []  # those that run
+_bars: "list[Bars]" = []  # those that are drawn
 
 
 class Unwritable(Exception):
@@ -99,32 +101,65 @@ def wrapped(line: str, width: int) -> list[str]:
     )
 
 
+class Bars:
+    """Progress bars on stderr, one for each name."""
+
+    def __init__(self) -> None:
+        from rich.console import Console  # only a terminal needs it
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(file=sys.stderr, force_terminal=True)
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=self._console)  # it only makes the table
+        self._tasks: dict[str, TaskID] = {}
+        self._live: Live | None = None
+
+    def move(self, name: str, done: int, of: int) -> None:
+        """Set how many cases are done. A bar goes when all of them are."""
+        with _lock:
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=of)
+            self._progress.update(self._tasks[name], completed=done, total=of, visible=done < of)
+
+    def draw(self) -> None:
+        """Draw the bars below the lines, again and again until they are erased."""
+        from rich.live import Live
+
+        # A new one each time: one that was stopped would, when it is started again, erase as many lines as it had bars.
+        self._live = Live(
+            get_renderable=self._table,
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            refresh_per_second=10,
+        )
+        self._live.start()
+
+    def erase(self) -> None:
+        """Erase the bars."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _table(self) -> "Table":
+        """The bars that fit on the screen. Those that have scrolled out of it could not be erased."""
+        shown = [task for task in self._progress.tasks if task.visible]
+        return self._progress.make_tasks_table(shown[: max(1, self._console.height - 2)])
+
+
 @contextlib.contextmanager
 def bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr for each name that the function is called with, until as many are done as there are."""
-    from rich.console import Console  # only a terminal needs it
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr, force_terminal=True)
-    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
-    tasks: dict[str, TaskID] = {}
-
-    def move(name: str, done: int, of: int) -> None:
-        with _lock:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=of)
-            bar.update(tasks[name], completed=done, total=of, visible=done < of)
-
-    with _lock:
-        bar.start()
-        _bars.append(bar)
+    """Bars that are drawn in this context, and the function that moves them: its arguments are a name, the cases done, and all."""
+    new = Bars()
+    with _lock, _uninterrupted():
+        _bars.append(new)
+        new.draw()
     try:
-        yield move
+        yield new.move
     finally:
         with _lock, _uninterrupted():
-            _bars.remove(bar)
-            bar.stop()
+            _bars.remove(new)
+            new.erase()
 
 
 @contextlib.contextmanager
@@ -135,12 +170,12 @@ def _erased(out: TextIO) -> Iterator[None]:
         return
     with _uninterrupted():
         for bar in _bars:
-            bar.stop()
+            bar.erase()
         try:
             yield
         finally:
             for bar in _bars:
-                bar.start()
+                bar.draw()
 
 
 @contextlib.contextmanager
