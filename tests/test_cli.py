@@ -139,7 +139,7 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
         (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
         (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
-        ((), ("list,check,repeat",)),
+        ((), ("list,check,draw,repeat",)),
     ],
 )  # fmt: skip
 def test_bad_usage_is_refused_before_any_work(

@@ -172,9 +172,9 @@ def test_a_law_that_copies_states_sees_short_sequences_in_its_first_cases() -> N
     law = book_of(domain).laws["copied"]
     for seed in range(3):
         drawn = list[Any]()
-        seeded(law.draw(domain), seed, 5, drawn.append)
+        seeded(law.draw(domain), seed, 12, drawn.append)
         cases = [example.case for example in drawn]
-        assert any(case.state == "random" and min(case.lengths) < case.conv_width - 1 for case in cases), seed
+        assert any(case.state == "random" and min(case.lengths) < case.conv_width - 1 for case in cases[:5]), seed
         assert any(max(case.lengths) > case.conv_width for case in cases), "long sequences are drawn too"
 
 
