@@ -74,7 +74,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("run")
         return [f"run {len(made)}"], True
 
-    monkeypatch.setattr(self_test, "_run", run)
+    monkeypatch.setattr(self_test, "run", run)
     return made
 
 
@@ -93,9 +93,9 @@ def test_an_answer_is_kept_for_what_it_depends_on(runs: list[str], tmp_path: Pat
 
 
 def test_a_process_that_dies_is_asked_again(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "_run", lambda: (["exit code -9"], False))
+    monkeypatch.setattr(self_test, "run", lambda: (["exit code -9"], False))
     assert self_test.failures("9.9.9") == ["exit code -9"]
-    monkeypatch.setattr(self_test, "_run", lambda: ([], True))
+    monkeypatch.setattr(self_test, "run", lambda: ([], True))
     assert self_test.failures("9.9.9") == []
     assert self_test.trouble("9.9.9") == ""
 

@@ -61,7 +61,7 @@ def failures(triton: str) -> list[str]:
     with _alone(path):
         if (kept := _read(path)) is not None:  # another process has run the kernels meanwhile
             return kept
-        found, decided = _run()
+        found, decided = run()
         if decided:
             _write(path, found)
         return found
@@ -113,7 +113,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _run() -> tuple[list[str], bool]:
+def run() -> tuple[list[str], bool]:
     """What the self-test finds wrong, and whether that is its own answer. If its process dies, the next process tries again."""
     environment = {
         **os.environ,
