@@ -1,6 +1,7 @@
 """Known defects: the file says what each explains, and an entry that explains too much or nothing is refused."""
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -228,6 +229,7 @@ DELTA_RULE = (
     "law=oracle adapter=fla/chunk_delta_rule products=tf32 device=cuda tune=7 lengths=3 op=delta_rule heads=2 value_heads=2 "
     "key_dim=24"
 )
+RULE = "law=oracle adapter=fla/chunk device=cuda tune=7 lengths=3"
 RELEASED = {"fla-core": "0.6.0", "triton": "3.7.1"}
 OF_KERNEL = {
     "run": '"law=oracle adapter=fla/chunk products=tf32 device=cuda tune=1 lengths=3 key_dim=24"',
@@ -406,9 +408,16 @@ def test_the_deny_list_is_about_cards_versions_and_cases(tmp_path: pathlib.Path,
 
 
 @pytest.mark.usefixtures("released")
-def test_what_the_toolkit_denies_is_denied_in_every_shape() -> None:
-    denied = load().on(H100).left_out(Run.parse(DELTA_RULE))
-    assert (DQKWG, "num_warps=4") in denied and len(denied) == 4
+def test_what_the_toolkit_denies_leaves_a_configuration_for_every_shape() -> None:
+    defects = load().on("NVIDIA H200")
+    for key_dim, value_dim, dtype in itertools.product(
+        (1, 16, 32, 33, 64, 256), (1, 64, 65, 127, 128, 256), ("fp32", "fp16", "bf16")
+    ):
+        denied = defects.left_out(Run.parse(f"{RULE} key_dim={key_dim} value_dim={value_dim} dtype={dtype}"))
+        kernels = [kernel for kernel, _ in denied]
+        assert len(kernels) == len({*kernels}) >= 3, "no kernel is denied both two and four warps"
+        assert ((DQKWG, "num_warps=4") in denied) is (key_dim <= 32)
+        assert ((DQKWG, "num_warps=2") in denied) is (key_dim > 32 and 64 < value_dim < 128 and dtype == "fp32")
 
 
 @pytest.mark.parametrize(
