@@ -158,7 +158,7 @@ def test_what_is_drawn() -> None:
     cases = drawn(Domain(length_step=64), 120)
     assert {1, 2, 3, 4} <= {case.tokens // 64 for case in cases}
     assert any(len(case.lengths) > 2 and min(case.lengths) == 0 for case in cases)
-    palette = draw_palette(Domain(key_widths=(64, 128), value_widths=(64, 128)), 1, 6, ["oracle", "cut"])
+    palette = draw_palette(Domain(key_widths=(64, 128), value_widths=(64, 128)), 1, 12, ["oracle", "cut"])
     assert {entry.key_dim for entry in palette.entries} == {64, 128}
 
 

@@ -129,7 +129,7 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
 def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(domain: Any) -> None:
     law = book_of(domain).laws["strides"]
     palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
-    far_ones = [example for example in sample(law.draw(domain), 2, 200) if example.variant == "far_tokens"]
+    far_ones = [example for example in sample(law.draw(domain), 3, 200) if example.variant == "far_tokens"]
     fitted = [example for example in (palette.fit(law, domain, example) for example in far_ones) if example is not None]
     assert len(far_ones) > 1
     assert fitted
@@ -151,7 +151,7 @@ def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(
 )
 @pytest.mark.slow_after_first
 def test_of_short_sequences_only_slots_are_drawn_far_apart(domain: Any, far_ones: set[str]) -> None:
-    drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 2, 100)}
+    drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 3, 200)}
     assert {variant for variant in drawn if variant.startswith("far")} == far_ones
 
 

@@ -314,7 +314,7 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
     assert code == exits.HOLDS, err
     assert "4 animals: 4 killed, 0 alive; median " in out
     assert "kills of paths: reshard 1\n" in out
-    assert re.search(r"^LeaksState +V  1 2 3 +case +\d+ +[\d.]+ s  .*samples 1", out, re.MULTILINE), out
+    assert re.search(r"^LeaksState +V  1 2 3 +case +\d+ +[\d.]+ s  .*samples \d", out, re.MULTILINE), out
     assert "    The state of one packed sequence flows into the next (slime 1686)." in out
     data = json.loads((tmp_path / "table.json").read_text())
     assert [animal["name"] for animal in data["animals"]] == ["LeaksState", "FirstStateForAll", "EvenRows", "Exits"]
