@@ -364,7 +364,7 @@ def test_on_a_gpu_another_choice_needs_no_other_form() -> None:
         assert formed.outside(dataclasses.replace(example.case, **{name: value})) is None
         found.add(str(example.variant))
 
-    seeded(PATH_LAWS["same"].draw(formed), 3, 60, look)
+    seeded(PATH_LAWS["same"].draw(formed), 3, 160, look)
     assert {"rule=fla", "rule=torch", "thd_all_to_all=fused"} <= found
 
 
