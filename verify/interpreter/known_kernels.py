@@ -1,6 +1,6 @@
 """Kernels whose results are known to the bit. An untested Triton that gives other results is not used (`self_test`).
 
-Every kernel runs with all programs together and one after another, and each patched operation is in one of them at least. All
+Every kernel runs with all programs together and one after another. Most patched operations are in one of them at least. All
 results are the same on every machine: products have small integers, and numbers with functions are those that have exact results.
 Import this module after `install()`.
 """
