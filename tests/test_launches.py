@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from tests.answering import Answering
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.execution import launches
@@ -20,7 +21,7 @@ from verify.execution.launches import APART, Launch, distance, others, parted
 from verify.execution.run import Run
 from verify.execution.service import answer
 from verify.gpu import device as devices
-from verify.process.messages import Launches
+from verify.process.messages import Describe, Launches
 from verify.process.worker import Worker, WorkerLost
 from verify.zoo.base import Chunkwise
 
@@ -311,7 +312,9 @@ def test_what_the_command_says(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def ask(self: Worker, question: Launches, deadline_s: float) -> dict[str, Any]:
+    def ask(self: Worker, question: Launches | Describe, deadline_s: float | None = None) -> dict[str, Any]:
+        if isinstance(question, Describe):
+            return Answering().ask(question)
         assert question == Launches(str(Run.parse(LINE)), 4, ["2"])
         assert deadline_s == 5 * 120
         assert self._environment["CUDA_LAUNCH_BLOCKING"] == "1"
