@@ -205,7 +205,7 @@ def outcome(group: RankGroup, adapter: str, deadline_s: float | None = None, *, 
 
 
 def without_times(outcome: Outcome) -> dict[str, Any]:
-    return {name: value for name, value in outcome.to_json().items() if name not in ("kernel_s", "oracle_s", "reach")}
+    return {name: value for name, value in outcome.to_json().items() if name not in ("kernel_s", "oracle_s", "cpu_s", "reach")}
 
 
 @pytest.mark.parametrize("name", ["layer", "batch", "tf32", "convolution", "kda", "long"])

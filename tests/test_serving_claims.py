@@ -4,7 +4,6 @@ A library of our own stands in for SGLang: its kernel is the update rule in torc
 SGLang itself is measured where its files can be fetched.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -29,6 +28,7 @@ from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QWEN3_NEXT, REAL, T
 from verify.claims.table import Row
 from verify.claims.timing import Call, Clock, HostClock, Spread
 from verify.cli import claims_command as command
+from verify.cli.parsers import parser
 
 CPU = torch.device("cpu")
 ADAPTERS = (
@@ -301,9 +301,7 @@ def test_every_kernel_has_its_rows(monkeypatch: pytest.MonkeyPatch, provide: Cal
 
 
 def test_the_verb_takes_a_folder_for_sglang() -> None:
-    parser = argparse.ArgumentParser()
-    command.arguments(parser)
-    assert parser.parse_args(["--path", "somewhere"]).path == "somewhere"
+    assert parser().parse_args(["claims", "--path", "somewhere"]).path == "somewhere"
 
 
 @pytest.mark.slow
