@@ -179,7 +179,8 @@ def test_a_token_costs_what_the_adapter_declares_or_has_imported(tmp_path: pathl
     monkeypatch.setitem(sys.modules, "between", between)
     monkeypatch.setitem(globals(), "between", between)
     assert cost_of(Costs()) == "quick"
-    install()
+    if "triton" not in sys.modules:  # another test of this process may have imported it for compilation
+        install()
     from triton import KernelInterface
 
     kernels.__dict__["kernel"] = KernelInterface()
