@@ -50,8 +50,10 @@ def main() -> int:
         file = pathlib.Path(folder) / "lines.txt"
         file.write_text("\n".join(drawn(options.lines, options.seed)), encoding="utf-8")
         places = options.python or made(pathlib.Path(folder))
-        for place in track(places, "environments", total=len(options.python) or len(TORCHES) + 1, console=Console(stderr=True)):
+        total = len(options.python) or len(TORCHES) + 1
+        for number, place in enumerate(track(places, "environments", total=total, console=Console(stderr=True))):
             name, row, results = measured(place, file)
+            name += ", as pip chooses" if number == len(TORCHES) and not options.python else ""
             rows[name] = row
             if results:
                 first = first or results

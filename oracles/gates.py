@@ -135,7 +135,7 @@ class _Sigmoid(torch.autograd.Function):
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str, bits: int) -> Tensor:
         x = arithmetic.dither(x, f"{place} x", SINGLE)
         y = sigmoid(x)
-        stored = arithmetic.dither(arithmetic.dither(y, f"{place} function", FUNCTION_BITS), place, bits)
+        stored = arithmetic.dither(arithmetic.flushed(arithmetic.dither(y, f"{place} function", FUNCTION_BITS)), place, bits)
         ctx.save_for_backward(x, y, stored)
         ctx.back = arithmetic, place  # type: ignore[attr-defined]
         return stored.view_as(stored)

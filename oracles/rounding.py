@@ -34,6 +34,7 @@ BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 TF32_BITS = 10  # TF32 has 11 bits; matrix units may truncate instead of rounding, which errs like rounding to 10
 SINGLE = 24
 EXACT = 53
+SMALLEST = 2.0**-126  # the smallest normal number of float32
 FP16_STEP = 2.0**-24  # the subnormal step of fp16: an absolute error of stored fp16 values
 CLASSES = ("chunkwise", "recurrent", "pointwise")
 
@@ -222,6 +223,19 @@ class Arithmetic:
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """Return x rounded to `bits` bits (default: as stored) on each run's own grid; for use outside autograd."""
         return self._at(x, (place,), bits)
+
+    def flushed(self, x: Tensor) -> Tensor:
+        """Return x with 0 for numbers below 2^-126 in runs that round; for use outside autograd.
+
+        Float32 has numbers below, with fewer bits, but functions of GPUs give 0 there (PTX ISA, .ftz), as 1 / (1 + exp(-x)) does
+        where exp(-x) overflows. A large factor behind the function makes the difference visible.
+        """
+        if not self.rounds:
+            return x
+        normal = x.masked_fill(x.abs() < SMALLEST, 0.0)
+        if self.first == 0:  # run 0 is exact
+            normal.narrow(self.axis, 0, 1).copy_(x.narrow(self.axis, 0, 1))
+        return normal
 
     def stacked(self, x: Tensor, places: tuple[str, ...], bits: Bits | None = None, axis: int = -3) -> Tensor:
         """Apply `dither` to several tensors at once, each in its own place; x has them stacked along `axis`.

@@ -32,6 +32,11 @@ _ALIGNED = 64  # bytes, and elements between neighbours: kernels may read severa
 _NORESERVE = 0x4000  # mmap.MAP_NORESERVE of Linux, which Python names from 3.13 on: the memory counts when it is touched
 
 
+def is_far(variant: str | None) -> bool:
+    """Whether cases of a variant of a law have tensors that are far along an axis. Each takes gigabytes."""
+    return (variant or "").startswith("far_")
+
+
 def lacks_far(case: Any, variant: str | None) -> str | None:
     """Return what a case lacks to have tensors that are far along an axis of the variant, or None."""
     rows = len(case.lengths)

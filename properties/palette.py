@@ -62,6 +62,16 @@ def key_of(case: Any) -> Key:
     return (*((name, _compiled(name, getattr(case, name), case)) for name in names), *_layout(case))
 
 
+def kernels_of(case: Any) -> Key:
+    """Return the key of a case with the number of rows of its batch, because kernels that take it as a constant differ by it.
+
+    Keys of a palette have only whether there are several rows.
+    """
+    key = key_of(case)
+    several = dict(key).get("rows") == 2 and not isinstance(case, ModuleCase)
+    return (*key, ("batch", len(case.lengths))) if several else key
+
+
 @dataclasses.dataclass(frozen=True)
 class Palette:
     """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets.

@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from oracles import bound
@@ -36,7 +37,9 @@ from verify.engine.compile_plan import Compilers, Plan
 from verify.engine.drawing import seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution import path_bench, service
+from verify.execution import execute as execute_module
+from verify.execution import judging, path_bench, service
+from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.findings import report as text
@@ -420,6 +423,31 @@ def test_memory_that_runs_out_is_broken_only_where_the_plain_size_fits(monkeypat
     assert (large.verdict, large.findings) == (Verdict.UNKNOWN, [])
 
 
+@pytest.mark.parametrize("needy", ["run", "bounds"])
+def test_a_case_whose_memory_ran_out_beside_other_processes_is_run_again_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, needy: str
+) -> None:
+    owner, calls = {"run": type(judging.adapter_of(RIGHT)), "bounds": AdapterBench}[needy], list[str]()
+    plain, judged = getattr(owner, needy), judging.judged
+
+    def first_fails(*words: Any) -> Any:
+        calls.append("called")
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(*words)
+
+    def on_a_gpu(*words: Any, patient: bool) -> Outcome:
+        assert not patient  # on a CPU
+        return judged(*words, patient="room" not in calls)
+
+    monkeypatch.setattr(owner, needy, first_fails)
+    monkeypatch.setattr(execute_module, "judged", on_a_gpu)
+    monkeypatch.setattr(devices, "crowded", lambda device: True)
+    monkeypatch.setattr(devices, "found_room", lambda device: calls.append("room"))
+    assert execute(Run("oracle", RIGHT, Example(Case((3,))))).verdict is Verdict.HOLDS
+    assert calls[:3] == ["called", "room", "called"]
+
+
 def known(line: str, where: str, **more: object) -> Known:
     run = Run.parse(line)
     words = dict(word.split("=") for word in where.split())
@@ -606,11 +634,18 @@ def test_a_check_of_a_serving_engine_starts_more_workers_on_the_gpus(
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "5"][: count - 2]
 
 
-def test_a_check_of_a_kernel_starts_no_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering() for _ in range(count)])
-    checking = Check(Settings(RIGHT, device="cuda", engine_workers=4), 1)
+@pytest.mark.parametrize(("gib", "count"), [(141, 6), (80, 4), (40, 2)])
+def test_a_check_of_a_kernel_starts_as_many_workers_as_the_memory_of_the_gpus_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, *, gib: int, count: int
+) -> None:
+    monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Answering())
+    first = [Answering(), Answering()]
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: first)
+    checking = Check(Settings(RIGHT, device="cuda", engine_workers=8, gpu_workers=6), 2)
+    checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=gib << 30)
     checking.share_gpus(Domain())
-    assert len(checking.workers) == 1
+    assert len(checking.workers) == count
+    assert [checking._free.pop() for _ in first] == first[::-1]  # they have started, so the first laws get them
 
 
 def blind_at_first(monkeypatch: pytest.MonkeyPatch, blind: int) -> list[str]:

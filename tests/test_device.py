@@ -152,6 +152,15 @@ def test_a_gpu_is_crowded_where_less_than_half_of_it_is_free(monkeypatch: pytest
         assert devices.crowded("cuda") is crowded
 
 
+def test_room_is_waited_for_and_then_the_case_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "ROOM_S", 0.2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for crowds, room in (([False], True), ([True, True, False], True), ([True], False)):
+        left = list(crowds)
+        monkeypatch.setattr(devices, "crowded", lambda device, left=left: left.pop(0) if len(left) > 1 else left[0])
+        assert devices.found_room("cuda") is room
+
+
 def test_memory_is_given_back_where_others_may_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -16,7 +16,7 @@ from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.findings.store import Store
 from verify.gpu import device as devices
-from verify.process.messages import RunOne
+from verify.process.messages import Compile, RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 from verify.ranks.group import RankGroup
@@ -43,6 +43,16 @@ def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, message: str
     assert (before.verdict, harmed.verdict, after.verdict) == (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)
     assert harmed.findings[0].what.startswith(message)
     assert before.ratios == after.ratios
+
+
+def test_what_compiles_ahead_launches_no_kernel_and_compiles_it(tmp_path: pathlib.Path) -> None:
+    line = "law=oracle adapter=tests/gpu_faults.py:IllegalAccess device=cuda tune=1 lengths=33 key_dim=16 value_dim=16 dtype=bf16"
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}
+    with Worker(120.0, environment={**devices.environment("cuda"), **cache}) as worker:
+        assert worker.ask(Compile(line)) == {"spent": False}
+        assert [path.name for path in tmp_path.rglob("astray.cubin")] == ["astray.cubin"]
+        timed = worker.ask(Compile(line.replace("tune=1", "tune=native")))  # Triton would choose by time, so it is launched
+    assert timed == {"spent": True}
 
 
 # Streams

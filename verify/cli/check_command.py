@@ -24,6 +24,7 @@ from verify.cli.hosts import (
     device_of,
     ended,
     engine_workers_of,
+    gpu_workers_of,
     place_of,
     read_deny_list,
     sanitizer_of,
@@ -88,6 +89,7 @@ def check(options: argparse.Namespace) -> int:
         known=options.known,
         until=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
         engine_workers=engine_workers_of(options),
+        gpu_workers=gpu_workers_of(options),
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
     # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in

@@ -18,6 +18,7 @@ from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
+SHARING = 3  # the most workers of a kernel for each GPU: more of them wait for the same compiled kernels
 ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
 
@@ -102,6 +103,11 @@ def count_of(options: argparse.Namespace, device: str) -> int:
 def engine_workers_of(options: argparse.Namespace) -> int:
     """The least number of workers for a serving engine on GPUs: `--workers`, or one for every two cores, at most ENGINES."""
     return int(options.workers or min(ENGINES, (os.cpu_count() or 1) // 2))
+
+
+def gpu_workers_of(options: argparse.Namespace) -> int:
+    """The least number of workers for kernels on GPUs: `--workers`, or one for every four cores, at most SHARING for each GPU."""
+    return int(options.workers or min(SHARING * devices.gpus(), (os.cpu_count() or 1) // 4))
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class Described:
     """An adapter's declarations, as a worker reports them.
 
     `device` is the name of the GPU, or "" without one. `omits` maps parameters that are not passed to the reason
-    (verify/adapters/base.py).
+    (verify/adapters/base.py). `memory` is the GPU's memory in bytes.
     """
 
     spec: str
@@ -64,6 +64,7 @@ class Described:
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
     compiles: bool = False
     cost: str = "quick"
+    memory: int = 0
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -116,7 +117,7 @@ def describe(spec: str, worker: Asked, *, runs: bool = True) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    return Described(spec, domain, *about, description.omits, description.compiles, description.cost)
+    return Described(spec, domain, *about, description.omits, description.compiles, description.cost, description.memory)
 
 
 def with_sizes(described: Described, device: str, *, large: bool = True) -> Described:

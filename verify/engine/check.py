@@ -27,6 +27,8 @@ from verify.process.outcome import Verdict
 from verify.process.reach import Reach
 from verify.process.worker import Worker, WorkerLost
 
+WORKER_BYTES = 32 * 2**30  # of a GPU's memory for each worker: 131,072 tokens with their reference take 22 GiB on an H200
+
 
 class Check:
     """A check of some laws of one adapter.
@@ -106,17 +108,19 @@ class Check:
         return self._warning
 
     def share_gpus(self, domain: object) -> None:
-        """Start more workers on the same GPUs for a serving engine, because the CPU limits how many traces run in a second.
+        """Start more workers on the same GPUs, because the CPU limits how many cases run in a second.
 
-        Do nothing for other domains, on a CPU, or if the caller of the check passed running workers.
+        Do nothing on a CPU, or if the caller of the check passed running workers. Kernels and their reference need memory, so small
+        GPUs are not shared; a serving engine's traces are short.
         """
-        settings = self.settings
-        if not self._own or settings.device != "cuda" or not isinstance(domain, TraceDomain):
+        settings, count = self.settings, len(self.workers)
+        if not self._own or settings.device != "cuda":
             return
-        more = range(len(self.workers), settings.engine_workers)
-        extra = [Worker(settings.deadline_s, environment=devices.environment("cuda", index)) for index in more]
+        room = count * max(1, self.describe().memory // WORKER_BYTES)
+        least = settings.engine_workers if isinstance(domain, TraceDomain) else min(settings.gpu_workers, room)
+        extra = [Worker(settings.deadline_s, environment=devices.environment("cuda", index)) for index in range(count, least)]
         self.workers += extra
-        self._free += extra
+        self._free = [*extra, *self._free]  # the first law gets a worker that has started
 
     def _prepared(self) -> Common:
         """What the laws share: the sizes of the cases, and a plan if kernels are compiled. Puts the laws in order."""

@@ -1,8 +1,8 @@
 """Plans: the examples that a check of compiled kernels will run, drawn from few compile keys, on a GPU compiled ahead by others.
 
 A case with a new compile key takes 6 s or more, a case with a compiled key 20 ms. So the palette has few keys, drawn from the
-check's seed. Other processes run the first case of each law and key before the checking worker reaches it. Their compiled kernels
-are in Triton's cache, where the worker finds them. Their answers are ignored.
+check's seed. Other processes compile what a case of each law and key launches before the checking worker reaches it. Their compiled
+kernels are in Triton's cache, where the worker finds them. Their answers are ignored.
 """
 
 import concurrent.futures
@@ -15,8 +15,9 @@ from typing import Any
 
 from properties.books import book_of
 from properties.domain import Domain
+from properties.far_views import is_far
 from properties.laws import Law
-from properties.palette import draw_palette, key_of
+from properties.palette import draw_palette, kernels_of, key_of
 from properties.path_domain import PathDomain, with_forms
 from properties.strategies import Example
 from verify.engine.drawing import Enough, of_law
@@ -29,6 +30,7 @@ from verify.process.worker import Worker, WorkerLost
 SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
 FORWARD = ("recall",)
+LONG = ("oracle", "history")
 COMPILE_S = 300.0  # how long the first case of a key may take
 
 
@@ -168,10 +170,14 @@ class Plan:
         # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose tolerances
         # can be computed in one call are neighbours.
         planned.examples.sort(key=lambda entry: (_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", "")))
+        first = dict[Any, Example]()
         for example in planned.examples:
-            if _key(example) not in planned.compiled:
-                under_way = self._prepare(self._run_of(name, example))
-                planned.compiled |= {} if under_way is None else {_key(example): under_way}
+            # Tensors that are far apart take gigabytes, which the checking worker needs.
+            if not is_far(example.variant) and _fuller(example, first.get(_key(example))):
+                first[_key(example)] = example
+        for key, example in first.items():
+            under_way = self._prepare(self._run_of(name, example))
+            planned.compiled |= {} if under_way is None else {key: under_way}
         return planned
 
     def _prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
@@ -201,8 +207,11 @@ def on_gpu(domain: Any, seed: int) -> Any:
 
 
 def in_order(laws: Iterable[str]) -> list[str]:
-    """The laws, with forward-only laws first: they have fewer kernels to compile, so the first results come sooner."""
-    return sorted(laws, key=lambda law: law not in FORWARD)
+    """The laws, with forward-only laws first: they have fewer kernels to compile, so the first results come sooner.
+
+    Laws that take long come next, so that no worker is left with one at the end.
+    """
+    return sorted(laws, key=lambda law: (law not in FORWARD, law not in LONG))
 
 
 def _cost(case: Any) -> int:
@@ -211,10 +220,20 @@ def _cost(case: Any) -> int:
     return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
 
 
+def _fuller(example: Example, other: Example | None) -> bool:
+    """Whether an example launches kernels that an earlier one with its compile key does not: those of tokens, or of gradients."""
+    return other is None or _launches(example) > _launches(other)
+
+
+def _launches(example: Example) -> tuple[bool, bool]:
+    case = example.case
+    return any(getattr(case, "lengths", (1,))), getattr(case, "backward", False)
+
+
 def _await(under_way: concurrent.futures.Future[None]) -> None:
     with contextlib.suppress(concurrent.futures.CancelledError):
         under_way.result()
 
 
 def _key(example: Example) -> Any:
-    return key_of(example.case), example.variant
+    return kernels_of(example.case), example.variant

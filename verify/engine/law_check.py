@@ -50,7 +50,8 @@ class Settings:
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
-    - `engine_workers`: the least number of workers for a serving engine on a GPU, if the check starts its own workers.
+    - `engine_workers`, `gpu_workers`: the least number of workers on GPUs, if the check starts its own: for a serving engine, and
+      for everything else.
     """
 
     adapter: str
@@ -69,6 +70,7 @@ class Settings:
     under: str = ""
     known: Sequence[str] = ()
     engine_workers: int = 0
+    gpu_workers: int = 0
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""

@@ -16,12 +16,15 @@ from verify.adapters.loader import AnyAdapter
 from verify.execution import recorder
 from verify.execution.bench import AdapterBench, Compiling, Ready
 from verify.execution.call_bench import CallBench
+from verify.execution.faults import NoRoom
 from verify.execution.judge import NOTHING, where
 from verify.execution.judging import adapter_of, following, judged, there
 from verify.execution.path_bench import execute_path
 from verify.execution.run import Run
 from verify.execution.trace_bench import execute_trace
 from verify.gpu import device as devices
+from verify.gpu.policies import Policy
+from verify.gpu.warmup import unlaunched
 from verify.process.outcome import Outcome, Verdict
 
 
@@ -66,14 +69,24 @@ def _executed(
     if run.device == "cuda" and not devices.gpus():
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     kind = CallBench if isinstance(case, CallCase) else AdapterBench
-    bench = kind(adapter, counterpart, case, run.products, run.device)
-    bench.ready = ready
-    if declared:
-        bench.says = copy.copy(adapter)
-        bench.says.__dict__.update(declared)
-    with following(run.tune) as used:
-        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused)
-    outcome.tuned = dict(used)
+
+    def tried(ready: Ready | None, *, patient: bool) -> Outcome:
+        bench = kind(adapter, counterpart, case, run.products, run.device)
+        bench.ready = ready
+        if declared:
+            bench.says = copy.copy(adapter)
+            bench.says.__dict__.update(declared)
+        with following(run.tune) as used:
+            outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused, patient=patient)
+        outcome.tuned = dict(used)
+        return outcome
+
+    outcome = None
+    with contextlib.suppress(NoRoom):  # its traceback holds tensors, which are released here
+        outcome = tried(ready, patient=run.device == "cuda")
+    if outcome is None:
+        devices.found_room(run.device)
+        outcome = tried(None, patient=False)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
@@ -95,10 +108,17 @@ def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
     return counterpart
 
 
-def compiled(run: Run) -> None:
-    """Launch every kernel that the run launches, and judge nothing. All processes then find the kernels in Triton's cache."""
+def compiled(run: Run) -> bool:
+    """Compile every kernel that the run launches, and judge nothing. All processes then find the kernels in Triton's cache.
+
+    Returns whether kernels were launched. Triton's kernels are launched only where Triton chooses their configurations by time.
+    """
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
     bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
-    with contextlib.suppress(Exception), following(run.tune):  # an error here comes up again in the check, which reports it
+    timed = not run.tune or Policy.parse(run.tune).tune is None
+    launching = contextlib.nullcontext() if timed else unlaunched()
+    # An error here comes up again in the check, which reports it.
+    with contextlib.suppress(Exception), following(run.tune), launching:
         collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)
+    return timed

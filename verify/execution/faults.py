@@ -25,6 +25,10 @@ class OutOfMemory(Exception):
     """The implementation ran out of memory."""
 
 
+class NoRoom(Exception):
+    """Memory ran out on a GPU of which other processes hold more than half."""
+
+
 def no_memory(error: BaseException) -> bool:
     """Whether the error says that memory ran out: an error of torch, of the operating system or of a launch."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(

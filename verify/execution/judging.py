@@ -14,9 +14,9 @@ from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
-from verify.execution.faults import AdapterFault, OutOfMemory, short
+from verify.execution.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
 from verify.execution.judge import NOTHING, Where, judge
-from verify.gpu import autotune, policies
+from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
@@ -49,6 +49,7 @@ def following(tune: str) -> Iterator[Used]:
         yield {}
         return
     autotune.install()
+    warmup.take_turns()
     with autotune.using(policies.Policy.parse(tune), _denied()) as used:
         yield used
 
@@ -83,10 +84,20 @@ def faulted(error: BaseException) -> Outcome:
 _ROOT = str(pathlib.Path(os.path.abspath(__file__)).parents[2])
 
 
-def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
+def judged(
+    law: Law,
+    bench: Any,
+    example: Example,
+    where: Where,
+    need: int,
+    excused: Mapping[str, float] = NOTHING,
+    *,
+    patient: bool = False,
+) -> Outcome:
     """The outcome of a law's comparisons and of what else the bench found. `need` is the size of the case's tensors, in bytes.
 
-    Abandoned passes through: the outcome of the rank that raised counts.
+    Abandoned passes through: the outcome of the rank that raised counts. If `patient`, NoRoom is raised where memory ran out on a
+    crowded GPU. Otherwise such a case is UNKNOWN.
     """
     outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
     try:
@@ -105,6 +116,8 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
     except (UnknownTriton, Unavailable) as error:
         outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
     except OutOfMemory as error:
+        if patient and devices.crowded(bench.device):
+            raise NoRoom from None
         free = devices.free_bytes(bench.device)
         if need < free / 16 and not devices.crowded(bench.device):
             what = f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB"
@@ -112,6 +125,8 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
     except Exception as error:  # the law, the oracle or the judge failed, so the adapter gets no verdict
+        if patient and no_memory(error) and devices.crowded(bench.device):
+            raise NoRoom from None
         outcome = faulted(error)
     outcome.findings = outcome.findings + bench.impure
     if outcome.findings:

@@ -93,6 +93,7 @@ def _describe(asked: Describe) -> Answer:
         products=adapter.products,
         versions=versions(adapter),
         device=devices.name(),
+        memory=devices.memory(),
         chunk=getattr(adapter, "chunk", None),
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
@@ -108,10 +109,10 @@ def _interprets(asked: Interprets) -> Answer:
 
 def _compile(asked: Compile) -> Answer:
     with autotune.leaving_out(asked.left_out):
-        compiled(Run.parse(asked.line))
+        launched = compiled(Run.parse(asked.line))
     devices.tidy()
     there = _device()
-    return {"spent": bool(devices.lost(there)) or (devices.crowded(there) and not _CROWDED)}
+    return {"spent": bool(devices.lost(there)) or (launched and devices.crowded(there) and not _CROWDED)}
 
 
 def _tunings(_: Tunings) -> Answer:
@@ -142,9 +143,9 @@ def _run_many(asked: RunMany) -> Answer:
     for run, ready, times, pairs in zip(runs, together(runs), excused, left_out, strict=True):
         with autotune.leaving_out(pairs):
             outcomes.append(execute(run, ready, times).to_json())
+        devices.tidy()
         if _ends(outcomes[-1]):
             break
-    devices.tidy()
     return {"outcomes": outcomes, "spent": any(outcome["spent"] for outcome in outcomes)}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from verify.process.worker import NO_GPU
 
 KEPT = 2**32  # bytes
+ROOM_S = 20.0
 CYCLES_PER_MS = 2e6  # no GPU's clock is much faster than 2 GHz
 
 
@@ -20,6 +22,11 @@ def gpus() -> int:
 def name() -> str:
     """The name of the GPU of this process, or "" if it has none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def memory() -> int:
+    """The bytes of memory of the GPU of this process, or 0 if it has none."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
 
 
 def environment(device: str, worker: int = 0) -> dict[str, str]:
@@ -85,6 +92,15 @@ def tidy() -> None:
         with contextlib.suppress(RuntimeError):  # the GPU's context is gone, which `lost` reports
             if crowded("cuda"):
                 torch.cuda.empty_cache()
+
+
+def found_room(device: str) -> bool:
+    """Whether a crowded GPU is crowded no longer, after other processes had ROOM_S seconds to release what they had cached."""
+    end = time.monotonic() + ROOM_S
+    while crowded(device) and time.monotonic() < end:
+        torch.get_device_module(device).empty_cache()
+        time.sleep(ROOM_S / 20)
+    return not crowded(device)
 
 
 def crowded(device: str) -> bool:

@@ -132,7 +132,7 @@ class Description:
     """What an adapter declares, as a worker sees it.
 
     `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
-    says whether the adapter wants to be closed.
+    says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one.
     """
 
     book: str
@@ -141,6 +141,7 @@ class Description:
     products: str
     versions: str
     device: str
+    memory: int = 0
     chunk: int | None = None
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
     closes: bool = False

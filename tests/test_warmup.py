@@ -1,0 +1,95 @@
+"""Kernels are compiled without being launched, and each by one process only."""
+
+import multiprocessing
+import pathlib
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verify.gpu import warmup
+
+triton = pytest.importorskip("triton")
+
+
+def kernel(x, n):  # type: ignore[no-untyped-def]
+    """A source for triton.JITFunction."""
+
+
+class Kernel:
+    """What a launch returns: reading `run` loads it."""
+
+    def __init__(self, *, fits: bool = True) -> None:
+        self.fits, self.loaded = fits, 0
+
+    @property
+    def run(self) -> Any:
+        self.loaded += 1
+        if not self.fits:
+            raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+        return lambda *_: pytest.fail("it was launched")
+
+
+def test_a_launch_compiles_and_loads_and_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, made = list[tuple[Any, ...]](), Kernel()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        calls.append((args, grid, warmup, kwargs))
+        return made
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    with warmup.unlaunched():
+        assert triton.JITFunction(kernel)[(2,)](1, n=3) is made
+    assert (calls, made.loaded) == ([((1,), (2,), True, {"n": 3})], 1)
+    assert triton.JITFunction.run is run
+
+
+def test_a_kernel_that_the_gpu_cannot_hold_is_refused_as_in_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.JITFunction, "run", lambda self, *args, **kwargs: Kernel(fits=False))
+    with warmup.unlaunched(), pytest.raises(triton.runtime.errors.OutOfResources):
+        triton.JITFunction(kernel)[(1,)]()
+
+
+def compiles(cache: str, source: str, begin: Any, times: Any) -> None:
+    """Compile a kernel in a process of its own, which takes 0.4 s, and tell when."""
+    import os
+
+    from triton import compiler
+
+    os.environ["TRITON_CACHE_DIR"] = cache
+
+    def slow(src: Any, target: str) -> str:
+        begin_s = time.monotonic()
+        time.sleep(0.4)
+        times.put((begin_s, time.monotonic()))
+        return f"{src.hash()} {target}"
+
+    compiler.compile = slow
+    warmup.take_turns()
+    warmup.take_turns()
+    begin.wait()
+    assert compiler.compile(SimpleNamespace(hash=lambda: source), target="sm90") == f"{source} sm90"
+
+
+@pytest.mark.parametrize(("other", "beside"), [("one", False), ("two", True)])
+def test_only_the_same_kernel_waits_for_another_process(tmp_path: pathlib.Path, *, other: str, beside: bool) -> None:
+    fresh = multiprocessing.get_context("spawn")
+    begin, times = fresh.Barrier(2), fresh.Queue()
+    processes = [fresh.Process(target=compiles, args=(str(tmp_path), name, begin, times)) for name in ("one", other)]
+    for process in processes:
+        process.start()
+    (first, end), (second, _) = sorted(times.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert first <= second
+    assert (second < end) is beside
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(warmup, "triton_cache", lambda: tmp_path / "file")
+    warmup._locks.cache_clear()
+    with warmup._alone(b"kernel"):
+        pass

@@ -1,0 +1,83 @@
+"""Compiling the Triton kernels of a call without launching them, and each kernel in one process only."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from verify.interpreter.self_test import triton_cache
+
+LOCKS = "gdn-verify-locks"  # a file in Triton's cache
+
+
+@contextlib.contextmanager
+def unlaunched() -> Iterator[None]:
+    """Make every launch of a Triton kernel inside compile the kernel, load it, and go no further.
+
+    So a wrong kernel cannot cost this process its GPU, and the GPU reserves no memory for registers that a kernel spills. Errors of
+    a launch about a kernel that the GPU cannot hold are raised here too. The memory that a kernel would write keeps what it held,
+    so nobody may judge the results. Triton must not time configurations inside: it would time nothing.
+    """
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton import JITFunction
+
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # noqa: ARG001
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel is not None:
+            _ = kernel.run  # loads the kernel, as a launch does first
+        return kernel
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield
+
+
+@functools.cache
+def take_turns() -> None:
+    """Make this process wait for a kernel that another process compiles, and take it from Triton's cache.
+
+    Many cases of a check need the same kernels at the same time, and a kernel may take half a minute. Call it before the first
+    launch: each kernel keeps the function that compiles it.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton import compiler
+
+    plain = compiler.compile
+
+    @functools.wraps(plain)
+    def in_turn(src: Any, *args: Any, **kwargs: Any) -> Any:
+        with _alone(hashlib.sha256(f"{src.hash()} {args} {sorted(kwargs.items())}".encode()).digest()):
+            return plain(src, *args, **kwargs)
+
+    compiler.compile = in_turn
+
+
+@contextlib.contextmanager
+def _alone(kernel: bytes) -> Iterator[None]:
+    """Hold the lock of a kernel inside: a byte of a file, which the system releases when the process ends. Without one, go on."""
+    place = int.from_bytes(kernel[:4], "big")
+    try:
+        file = _locks()
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+    except OSError:  # the cache cannot be written, or its file system has no locks: two processes may compile the same kernel
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
+@functools.cache
+def _locks() -> Any:
+    """The open file of the locks. Closing any other one of it in this process would release them."""
+    triton_cache().mkdir(parents=True, exist_ok=True)
+    return (triton_cache() / LOCKS).open("ab")
