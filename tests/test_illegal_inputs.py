@@ -259,13 +259,15 @@ def test_an_error_of_ranks_is_printed_as_a_reason() -> None:
     class Group:
         def ask(self, question: Refuse, deadline_s: float) -> dict[str, Any]:
             assert deadline_s <= 30
+            assert (question.tune, question.left_out) == ("7", [("dqkwg", "num_warps=4")])  # as in the cases of the check
             if question.illegal == "cu_seqlens that decrease":
                 raise WorkerLost("hung", "rank 1 hung", "")
             return {"error": "ranks disagree"}
 
     checking: Any = types.SimpleNamespace(
         describe=lambda: types.SimpleNamespace(domain=PathDomain("kda", **RULES_OF_PATHS)),
-        settings=types.SimpleNamespace(until=math.inf),
+        settings=types.SimpleNamespace(until=math.inf, device="cuda", tune="7"),
+        defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
         workers=[Group()],
     )
     out = io.StringIO()

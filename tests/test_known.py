@@ -396,6 +396,8 @@ def test_the_deny_list_is_about_cards_versions_and_cases(tmp_path: pathlib.Path,
     assert not defects.on(gpu).left_out(Run.parse(DELTA_RULE.replace("device=cuda tune=7 ", "")))
     call = Run.parse("law=again adapter=tests/right_calls.py:Rolled device=cuda lengths=3")
     assert defects.on(gpu).left_out(call), "a case without these words may launch the kernel in any way"
+    assert defects.on(gpu).left_out_of_any("cuda") == [("dqkwg", "num_warps=4")]
+    assert not defects.on(gpu).left_out_of_any("cpu") and not defects.on(H100).left_out_of_any("cuda")
     alone = defects.on(gpu).deny_list
     assert not list(alone) and alone.left_out(run) == [("dqkwg", "num_warps=4")]
     both = load(written(tmp_path, {})).with_(defects).on(gpu)

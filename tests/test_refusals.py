@@ -15,6 +15,8 @@ from properties.illegal_inputs import OF_RULES, PACKED
 from properties.module_domain import ModuleDomain
 from tests.right import Chunkwise
 from verify.execution.refusals import probe
+from verify.execution.service import answer
+from verify.gpu import autotune
 from verify.interpreter import OutOfBounds, Race
 from verify.process.messages import Refuse
 from verify.process.worker import Worker, WorkerLost
@@ -135,6 +137,21 @@ def test_probe_tells_refusing_from_silent(name: str) -> None:
 
 def test_probe_passes_the_options_of_the_domain() -> None:
     assert probe(ReadsOptions(), "g of another length") == "returns numbers without an error"
+
+
+class FollowsANumber(Refuses):
+    """Raises what it was told about configurations, in place of a kernel that Triton would time for a minute."""
+
+    def run(self, x: Inputs) -> Any:
+        assert autotune._left_out == (("kernel", "BK=4"),)
+        raise KeyError if autotune._active.policy.tune is not None else TypeError
+
+
+@pytest.mark.parametrize(("tune", "raised"), [("7", "KeyError"), ("native", "TypeError")])
+def test_a_kernel_with_illegal_input_follows_the_configurations_of_the_check(tune: str, raised: str) -> None:
+    question = Refuse(f"{__file__}:FollowsANumber", "g of another length", tune, [("kernel", "BK=4")])
+    assert answer(question.to_json()) == {"did": f"refuses ({raised})"}
+    assert autotune._left_out == ()
 
 
 def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:

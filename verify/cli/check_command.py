@@ -210,12 +210,13 @@ def _not_asked(checking: Check) -> list[str]:
 def _print_refusals(spec: str, checking: Check, out: TextIO) -> None:
     """Print what the adapter does with illegal input, unless the time is up before all of it is known."""
     did: dict[str, list[str]] = {}
-    domain = checking.describe().domain
+    domain, settings = checking.describe().domain, checking.settings
+    left_out = checking.defects.left_out_of_any(settings.device)
     for name in book_of(domain).illegal.names(domain.operation):
         answer, left_s = "", checking.settings.until - time.monotonic()
         try:
             if left_s > 0:
-                reply = checking.workers[0].ask(Refuse(spec, name), min(30.0, left_s))
+                reply = checking.workers[0].ask(Refuse(spec, name, settings.tune, left_out), min(30.0, left_s))
                 answer = reply.get("did") or f"not run: {reply.get('error') or reply.get('reason')}"
         except WorkerLost as lost:
             answer = f"{lost.how} ({lost.detail})"

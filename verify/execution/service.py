@@ -18,7 +18,7 @@ from verify.adapters.registry import AdapterError
 from verify.execution import launches, oracle_process
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
-from verify.execution.judging import adapter_of, loaded
+from verify.execution.judging import adapter_of, following, loaded
 from verify.execution.path_bench import work_of
 from verify.execution.refusals import SILENT, probe
 from verify.execution.run import Run
@@ -126,7 +126,7 @@ def _launches(asked: Launches) -> Answer:
 
 def _refuse(asked: Refuse) -> Answer:
     adapter, there = adapter_of(asked.adapter), _device()
-    with devices.default(there):
+    with devices.default(there), autotune.leaving_out(asked.left_out), following(asked.tune):
         did = probe(adapter, asked.illegal, there)
     if reason := devices.lost(there):
         return {"did": f"crashed ({reason})", "spent": True}

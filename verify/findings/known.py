@@ -163,6 +163,11 @@ class KnownDefects:
         """The configurations that no draw of a run may take: pairs of a kernel and words of its configuration."""
         return [(denial.kernel, denial.config) for denial in self.denials(run)]
 
+    def left_out_of_any(self, device: str) -> list[tuple[str, str]]:
+        """The configurations that the draw of some run on a device may not take."""
+        entries = self._denials if device == "cuda" else []
+        return [(denial.kernel, denial.config) for denial in entries if denial.applies(self._gpu, {})]
+
     def deny(self, defect: Known) -> None:
         """Leave the configuration of a defect, which has just lost the device, out of all later draws."""
         self._denials.append(

@@ -102,12 +102,16 @@ class Tunings(Question):
 class Refuse(Question):
     """What does an adapter do with an illegal input? `illegal` is the name of the input (verify/execution/refusals.py).
 
+    Autotuned kernels follow `tune` and run with none of `left_out`, as in RunOne.
+
     Answer: {"did": what it does, in words}. A rank whose call ended early adds {"left": True}, and a rank without a part in the
     call adds {"reason": ...} (verify/ranks/merge.py).
     """
 
     adapter: str
     illegal: str
+    tune: str = ""
+    left_out: LeftOut = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
