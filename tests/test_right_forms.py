@@ -106,7 +106,6 @@ def test_what_cannot_be_is_refused(words: dict[str, object], message: str) -> No
     "line",
     [
         "law=recurrent at=12 adapter={} lengths=15 heads=2 value_heads=2 key_dim=65 value_dim=65 dtype=fp16 backward=no seed=171",
-        "law=cut at=95 adapter={} lengths=118 key_dim=24 value_dim=65 dtype=fp16 gate=64 backward=no seed=25840",
         "law=untouched adapter={}Decode op=decode lengths=5+5 value_heads=3 key_dim=1 value_dim=1 state=random seed=51602",
     ],
 )
