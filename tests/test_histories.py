@@ -307,6 +307,15 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
     assert law_check._confirmed(run, broken).verdict is verdict
 
 
+def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
+    law_check: Any = LawCheck.__new__(LawCheck)
+    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
+    broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
+    run = Run.parse(f"law=history variant=others adapter={HERE}:Chunkwise lengths=4")
+    assert law_check._confirmed(run, broken).verdict is Verdict.KNOWN
+
+
 def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_after_an_error() -> None:
     done: list[str] = []
 

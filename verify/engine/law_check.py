@@ -373,12 +373,13 @@ class LawCheck:
     def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
         """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
 
-        A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it. Calls at
-        the same time get several chances, because their failures depend on timing.
+        A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it, unless a
+        known defect explains it. Calls at the same time get several chances, because their failures depend on timing.
         A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
         by_sanitizer = outcome.kind is FailureKind.SANITIZER
-        afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process
+        defect = self._common.defects.explain(run, outcome)
+        afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process and not defect
         chances = CHANCES if afresh and run.example.variant in AT_ONCE else 1
         again = outcome.lost or by_sanitizer or afresh
         if again and all(self._ask_afresh(run).verdict is not Verdict.BROKEN for _ in range(chances)):
@@ -388,7 +389,7 @@ class LawCheck:
             where = "in a fresh worker" if outcome.lost or afresh else "when it was run again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
-        if defect := self._common.defects.explain(run, outcome):
+        if defect:
             outcome.verdict = Verdict.KNOWN
             if defect.kernel and outcome.lost:
                 self._common.defects.deny(defect)
