@@ -49,13 +49,13 @@ class PathDomain:
     """The calls for which a parallel path promises right results; by default all calls of a layer.
 
     `ranks` is the number of available ranks: tp * cp is at most that. `tensor_parallel` and `context_parallel` say whether tp and
-    cp may be over 1. `exchange_ranks` is the same for exchanges without a layer,
-    which can afford more simulated ranks. `processes` says that the path needs ranks that are processes. `choices` has the values
-    of each choice of the path, by name. Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small
-    cases. `exchanges` says that its CP -> HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that
-    its collectives are counted. `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which
-    parts of the parameters its shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier
-    call had. `least_piece` is the least number of tokens in each piece that a CP rank holds.
+    cp may be over 1. `exchange_ranks` is the same for exchanges without a layer, which can afford more simulated ranks.
+    `processes` says that the path needs ranks that are processes. `choices` has the values of each choice of the path, by name.
+    Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
+    HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
+    `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
+    shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is
+    the least number of tokens in each piece that a CP rank holds.
     `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
     the chunk of the adapter.
 

@@ -305,9 +305,8 @@ def _modules() -> types.SimpleNamespace:
             module.all_to_all = functools.partial(_all_to_all, module.all_to_all)
     mappings.get_tensor_model_parallel_group_if_none = functools.partial(_same, mappings.get_tensor_model_parallel_group_if_none)
     if not torch.cuda.is_available() and hasattr(places[0], "causal_conv1d_fn"):
-        vars(places[0])["causal_conv1d_fn"] = (
-            None  # the package causal_conv1d needs a GPU; the module then takes torch's convolution
-        )
+        # The package causal_conv1d needs a GPU. Without it the module takes torch's convolution.
+        vars(places[0])["causal_conv1d_fn"] = None
     return types.SimpleNamespace(**found, shares="tensor_a2a_cp2hp" in found, fuses="_build_thd_cp_a2a_perm" in found)
 
 
