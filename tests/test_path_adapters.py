@@ -342,7 +342,7 @@ def test_an_adapter_promises_what_its_release_has(
 @pytest.mark.parametrize(
     ("names", "others", "missing"),
     [
-        ((), {}, "megatron.core.jit"),
+        ((), {"packed_seq_params": "", "transformer/transformer_config": ""}, "megatron.core.jit"),
         ((), OTHERS, "megatron.core.ssm.gated_delta_net.GatedDeltaNet"),
         (NAMES["0.16.1"], {"jit": OTHERS["jit"]}, "megatron.core.packed_seq_params"),
     ],
@@ -350,7 +350,7 @@ def test_an_adapter_promises_what_its_release_has(
 def test_a_megatron_without_the_names_is_refused_in_one_line(
     release: Callable[..., None], names: Sequence[str], others: dict[str, str], missing: str
 ) -> None:
-    release(names, {"packed_seq_params": "", "transformer/transformer_config": ""} | others if missing.endswith("jit") else others)
+    release(names, others)
     sys.path.append(os.path.abspath(megatron.LIBRARY.fetched))
     with pytest.raises(AdapterError) as caught:
         load("megatron/layer")

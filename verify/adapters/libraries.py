@@ -21,7 +21,7 @@ class Library:
     - `needed` are files without which nothing works. A wheel that lacks one is another release.
     - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
     - `whole` are packages whose own `__init__.py` runs even without the requirements, since other modules need its names.
-    - `others` are further releases that we tried, and `python` is the version of Python whose wheel is taken.
+    - `others` are further releases that we tried, from new to old, and `python` is the version of Python whose wheel is taken.
     """
 
     name: str

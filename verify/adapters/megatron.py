@@ -37,6 +37,7 @@ from verify.adapters.libraries import LIBRARIES
 from verify.ranks.collectives import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
 
 LIBRARY = LIBRARIES["megatron"]
+OLDEST = LIBRARY.others[-1]
 # Where the names of Megatron are that we use. The module is a file in older releases and a package in newer ones.
 PLACES = tuple(f"megatron.core.ssm.gated_delta_net{file}" for file in ("", ".common", ".gdn"))
 WANTED = ("GatedDeltaNet", "GatedDeltaNetSubmodules")
@@ -51,7 +52,7 @@ _COMMON: dict[str, Any] = {"negative_eigenvalues": False, "counts": False, "refu
 
 
 class _Megatron(PathAdapter):
-    requires: ClassVar[dict[str, str]] = {LIBRARY.distribution: min(LIBRARY.others)}
+    requires: ClassVar[dict[str, str]] = {LIBRARY.distribution: OLDEST}
 
     def __init__(self) -> None:
         self.megatron = m = _modules()
@@ -330,7 +331,7 @@ def _import(module: str) -> Any:
 def _missing(what: str) -> str:
     return (
         f"there is no {what}, neither in an installed megatron-core nor under --path: run `gdn-verify fetch megatron`, or name a "
-        f"checkout of NVIDIA/Megatron-LM, or files of a release since {min(LIBRARY.others)}, with --path DIR"
+        f"checkout of NVIDIA/Megatron-LM, or files of a release since {OLDEST}, with --path DIR"
     )
 
 

@@ -31,7 +31,7 @@ from verify.process.worker import Worker, WorkerLost
 SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
 FORWARD = ("recall",)
-LONG = ("oracle", "history")  # the first has four times the cases, and a case of the other makes up to seven calls
+LONG = ("oracle", "history")  # the first has four times the cases, and a case of the other makes up to six calls
 COMPILE_S = 300.0  # how long the first case of a key may take
 
 
