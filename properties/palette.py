@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,6 +44,8 @@ SIZE = 12
 SAMPLES = 24  # examples of each law that are drawn to see which keys it needs
 LEAST = 2  # least number of entries that suit each law and variant
 FEW = 3  # entries for each law but the oracle's: 768 cases of fla/chunk then compile 411 kernels instead of 522
+# Wider keys, by `compile_cost`, compile for a minute. It is that of keys and values of 128 channels in float32.
+WIDE = 2**15
 # Words of which a key has only whether the value differs from this one.
 ABSENT = {"state": "none", "fresh": "none", "accepted": "all"}
 # An example may grow with the widths of its entry, for the oracle too; the limit is 1,200 tokens at 16 and 32 heads of 128.
@@ -93,12 +96,14 @@ class Palette:
         """Return the example with the key of an entry, or None if no entry suits.
 
         An entry does not suit if the example would be outside the domain or the law would not apply to it. The oracle's law uses
-        all entries; other laws use the first three that suit an example, in an order of their own. The choice depends only on a
-        hash of the seed, the law's name and the example.
+        all entries; other laws use the first three that suit an example, in an order of their own. In that of truth laws, wide
+        entries come last, because these laws launch kernels of their own. The choice depends only on a hash of the seed, the law's
+        name and the example.
         """
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
         most = len(self.entries) if law.name == "oracle" else FEW
-        order = sorted(range(len(self.entries)), key=lambda index: number_of(self.seed, law.name, index))
+        late = [law.kind == "truth" and compile_cost(entry) > WIDE for entry in self.entries]
+        order = sorted(range(len(self.entries)), key=lambda index: (late[index], number_of(self.seed, law.name, index)))
         suited = (self._with_key(law, domain, example, index, number) for index in order)
         first = list(itertools.islice((fitted for fitted in suited if fitted is not None), most))
         return first[number_of(number) % len(first)] if first else None
@@ -182,6 +187,12 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
         at = allowed[number % len(allowed)] if allowed else None
     moved = Example(fitted, at, example.variant)
     return moved if suits(law, domain, moved) else None
+
+
+def compile_cost(case: Any) -> int:
+    """Return a number that orders compile keys by their compile time, estimated from the widths; float32 counts twice."""
+    widths = [getattr(case, name, 1) for name in ("key_dim", "value_dim", "width")]
+    return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
 
 
 def suits(law: Law, domain: Any, example: Example) -> bool:

@@ -33,7 +33,8 @@ from verify.cli.exits import UNDECIDED, exit_code
 from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
-from verify.engine.compile_plan import Compilers, Plan
+from verify.engine.compile_plan import Plan
+from verify.engine.compilers import Compilers
 from verify.engine.drawing import seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile

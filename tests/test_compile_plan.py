@@ -25,7 +25,8 @@ from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from verify.engine import compile_plan
-from verify.engine.compile_plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
+from verify.engine.compile_plan import FORWARD, REACH, Plan, in_order
+from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.drawing import of_law, seeded
 from verify.execution.execute import compiled, execute
 from verify.execution.run import Run
@@ -191,7 +192,7 @@ def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     worker = Recorder()
     compilers = Compilers([worker], Describe("x"))
     compilers.close()
-    assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,)))), "key") is None
+    assert compilers.prepare(Compile("law=oracle"), "family", "key") is None
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     planned.wait(planned.examples[0])
     assert worker.asked in ([], [Describe("x")])
@@ -331,3 +332,20 @@ def test_what_compiles_makes_the_calls_that_the_check_makes(law: str, monkeypatc
             assert ahead == adapter.calls, run
             compared += 1
     assert compared
+
+
+@pytest.mark.parametrize("tune", ["5", "native"])
+def test_kernels_that_were_passed_over_are_waited_for_in_a_second_pass(tune: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = list[bool]()
+
+    @contextlib.contextmanager
+    def unlaunched(passed: list[str] | None = None) -> Iterator[None]:
+        passes.append(passed is not None)
+        if passed is not None:
+            passed.append("kernel")
+        yield
+
+    monkeypatch.setattr("verify.execution.judging._LOADED", {"mine.py:Counted": Counted()})
+    monkeypatch.setattr("verify.execution.execute.unlaunched", unlaunched)
+    timed = compiled(Run("oracle", "mine.py:Counted", Example(Case((3,))), "ieee", "cpu", tune))
+    assert (timed, passes) == ((True, []) if tune == "native" else (False, [True, False]))

@@ -543,6 +543,23 @@ def test_law_uses_three_of_the_entries_that_suit_and_another_law_other_ones() ->
     assert len(used["pure"] | used["memory"] | used["strides"]) > palette.FEW
 
 
+def test_truth_laws_use_wide_entries_only_if_too_few_others_suit() -> None:
+    """The oracle's law and exact laws use them like any other: they launch the oracle's kernels."""
+    narrow = [Case((5,), key_dim=width) for width in (16, 128, 48)]
+    wide = [Case((5,), key_dim=256, value_dim=value) for value in (160, 192, 256)]
+    assert palette.compile_cost(narrow[1]) <= palette.WIDE < palette.compile_cost(wide[0])
+
+    def used(law: str, entries: list[Case]) -> set[int]:
+        examples = [Example(Case((9,), seed=seed), variant=(LAWS[law].variants or (None,))[0]) for seed in range(200)]
+        fitted = [Palette(8, tuple(entries)).fit(LAWS[law], EVERY, example) for example in examples]
+        return {one.case.key_dim for one in fitted if one is not None}
+
+    assert used("strides", [*wide, *narrow]) == {16, 128, 48}
+    assert used("strides", [*wide, *narrow[1:]]) == {128, 48, 256}
+    for law in ("oracle", "pure"):
+        assert 256 in used(law, [*wide, *narrow])
+
+
 def test_example_that_no_entry_suits_is_none() -> None:
     law, one = LAWS["oracle"], Example(Case((5,), heads=2, value_heads=2))
     assert Palette(0, (Case((9,), heads=4, value_heads=8),)).fit(law, EVERY, one) is not None

@@ -87,6 +87,47 @@ def test_only_the_same_kernel_waits_for_another_process(tmp_path: pathlib.Path, 
     assert (second < end) is beside
 
 
+def holds(cache: str, held: Any, release: Any) -> None:
+    """Compile the kernel "one" in a process of its own, until it is told to end."""
+    import os
+
+    from triton import compiler
+
+    os.environ["TRITON_CACHE_DIR"] = cache
+    compiler.compile = lambda src: held.set() or release.wait(60)
+    warmup.take_turns()
+    compiler.compile(SimpleNamespace(hash=lambda: "one"))
+
+
+def test_a_kernel_that_another_process_compiles_can_be_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    warmup._locks.cache_clear()
+    made = dict[str, Kernel]()
+    monkeypatch.setattr(triton.compiler, "compile", lambda src: made.setdefault(src.hash(), Kernel()))
+    warmup.take_turns.__wrapped__()
+
+    def run(self: Any, name: str, **_: Any) -> Any:
+        return triton.compiler.compile(SimpleNamespace(hash=lambda: name))
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    fresh = multiprocessing.get_context("spawn")
+    held, release = fresh.Event(), fresh.Event()
+    other = fresh.Process(target=holds, args=(str(tmp_path), held, release))
+    other.start()
+    assert held.wait(60)
+    passed = list[str]()
+    with warmup.unlaunched(passed):
+        assert triton.JITFunction(kernel)[(1,)]("one") is None
+        assert triton.JITFunction(kernel)[(1,)]("two") is made["two"]
+    assert (passed, [*made]) == (["kernel"], ["two"])
+    release.set()
+    with warmup.unlaunched():
+        assert triton.JITFunction(kernel)[(1,)]("one") is made["one"]
+    other.join(60)
+    warmup._locks().close()
+    warmup._locks.cache_clear()
+
+
 def test_a_cache_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(warmup, "triton_cache", lambda: tmp_path / "file")

@@ -17,7 +17,7 @@ from verify.ranks.group import RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
-COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
+COMPILERS = 16  # each holds half a gigabyte of the GPU's memory
 SHARING = 3  # the most workers of a kernel for each GPU; more were not measured, and three can fill an H200
 ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
@@ -40,8 +40,8 @@ def read_deny_list(path: str | None, *, new: bool = False) -> None:
 
 
 def compilers_of(device: str) -> int:
-    """How many processes compile ahead: one for each core but two (supervisor and worker), at most COMPILERS; none on a CPU."""
-    return 0 if device == "cpu" else max(0, min(COMPILERS, (os.cpu_count() or 1) - 2))
+    """How many processes compile ahead: one for each core, at most COMPILERS; none on a CPU. They give way to the workers."""
+    return 0 if device == "cpu" else min(COMPILERS, os.cpu_count() or 1)
 
 
 def deadline_of(options: argparse.Namespace) -> float:

@@ -1,6 +1,7 @@
 """The check of one adapter: its laws, distributed over workers."""
 
 import concurrent.futures
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,8 @@ from properties.books import book_of
 from properties.trace_domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Asked, Described, ask, describe, interpreted, started, with_sizes
-from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
+from verify.engine.compile_plan import Plan, in_order
+from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.engine.power import by_power
 from verify.engine.under_tags import add_tags
@@ -119,8 +121,14 @@ class Check:
         room = count * max(1, self.describe().memory // WORKER_BYTES)
         least = settings.engine_workers if isinstance(domain, TraceDomain) else min(settings.gpu_workers, room)
         extra = [Worker(settings.deadline_s, environment=devices.environment("cuda", index)) for index in range(count, least)]
+        for worker in extra:  # each takes seconds to start, in which nothing waits for it
+            threading.Thread(target=self._begin, args=(worker,), daemon=True).start()
         self.workers += extra
         self._free = [*extra, *self._free]  # the first law gets a worker that has started
+
+    def _begin(self, worker: Worker) -> None:
+        with contextlib.suppress(WorkerLost):  # its first case tells
+            worker.ask(Describe(self.settings.adapter))
 
     def _prepared(self) -> Common:
         """What the laws share: the sizes of the cases, and a plan if kernels are compiled. Puts the laws in order."""

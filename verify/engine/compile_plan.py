@@ -6,9 +6,7 @@ kernels are in Triton's cache, where the worker finds them. Their answers are ig
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,96 +16,32 @@ from properties.domain import Domain
 from properties.far_views import is_far
 from properties.history_laws import order_of
 from properties.laws import Law
-from properties.palette import draw_palette, kernels_of, key_of
+from properties.palette import compile_cost, draw_palette, kernels_of, key_of
 from properties.path_domain import PathDomain, with_forms
 from properties.strategies import Example
+from verify.engine.compilers import Compilation, Compilers, Need
 from verify.engine.drawing import Enough, of_law
 from verify.execution.run import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
-from verify.gpu.compiled_keys import Notes
-from verify.process.messages import Compile, LeftOut, Question
-from verify.process.worker import Worker, WorkerLost
+from verify.process.messages import Compile
 
 SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
 FORWARD = ("recall",)
 LONG = ("oracle", "history")  # the first has four times the cases, and a case of the other makes up to six calls
-COMPILE_S = 300.0  # how long the first case of a key may take
 
 
 @dataclasses.dataclass
 class Planned:
-    """A law's examples, in order, and for each compile key and variant the future of its compilation."""
+    """A law's examples, in order, and for each compile key and variant its compilation."""
 
     examples: list[Example]
-    compiled: dict[Any, concurrent.futures.Future[None]]
+    compiled: dict[Any, Compilation]
 
     def wait(self, example: Example) -> None:
         """Wait until the kernels of the example are compiled, if a process compiles them."""
-        if self.compiled and (under_way := self.compiled.get(_key(example))) is not None:
-            _await(under_way)
-
-
-class Compilers:
-    """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored."""
-
-    def __init__(self, workers: list[Worker], first: Question | None, notes: Notes | None = None) -> None:
-        """Send `first` to all workers at once, so that their imports are done when there is something to compile.
-
-        If `notes` of an earlier check name compiled keys, `first` is sent only when there is something to compile, because starting
-        processes slow the checking worker down.
-        """
-        self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
-        self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
-        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(workers)))
-        if workers and not self.notes.any:
-            self._start()
-
-    def _start(self) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            for _ in self._workers:
-                self._pool.submit(self._ask, first)
-
-    def prepare(self, run: Run, key: Any, left_out: LeftOut = ()) -> concurrent.futures.Future[None] | None:
-        """A future that ends when the kernels of a run, whose compile key is `key`, are compiled.
-
-        `left_out` are the configurations that its draw may not take. None if the key was compiled before, if there are no compiling
-        processes, or if they were closed.
-        """
-        words = (run.law, run.products, run.tune, key, *left_out)
-        if not self._workers or self.notes.has(*words):
-            return None
-        with contextlib.suppress(RuntimeError):  # it was closed
-            self._start()
-            return self._pool.submit(self._compile, Compile(str(run), left_out), words)
-        return None
-
-    def close(self) -> None:
-        """End the processes. Threads that wait for a compilation go on."""
-        self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
-
-    def _compile(self, question: Compile, words: tuple[Any, ...]) -> None:
-        if self._ask(question):
-            self.notes.add(*words)
-
-    def _ask(self, question: Question) -> bool:
-        """Whether there was an answer."""
-        with self._lock:
-            worker = self._idle.pop()
-        try:
-            if not self._closed.is_set():
-                worker.ask(question, COMPILE_S)
-                return True
-        except WorkerLost:
-            pass  # the checking worker will run into the same failure and report it
-        finally:
-            with self._lock:
-                self._idle.append(worker)
-        return False
+        if self.compiled and (compilation := self.compiled.get(_key(example))) is not None:
+            compilation.wait()
 
 
 class Plan:
@@ -138,13 +72,16 @@ class Plan:
         self._seed, self._examples_of, self._run_of = seed, examples_of, run_of
         self._compilers, self._defects = compilers, defects
         lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
-        self._known = {run: under_way for run in lines if (under_way := self._prepare(run)) is not None}
+        self._known = {run: compilation for run in lines if (compilation := self._prepare(run)) is not None}
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
 
     def of(self, law: str) -> Planned:
-        """The examples of a law. Waits until they are drawn; CancelledError if the plan is closed before."""
-        return self._planned[law].result()
+        """The examples of a law, which begins. Waits until they are drawn; CancelledError if the plan is closed before."""
+        planned = self._planned[law].result()
+        for compilation in planned.compiled.values():
+            compilation.need = Need.BY_LAW
+        return planned
 
     def close(self) -> None:
         """Stop drawing."""
@@ -170,24 +107,28 @@ class Plan:
             return planned
         # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose tolerances
         # can be computed in one call are neighbours.
-        planned.examples.sort(key=lambda entry: (_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", "")))
+        planned.examples.sort(
+            key=lambda entry: (compile_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", ""))
+        )
         first = dict[Any, Example]()
         for example in planned.examples:
             # Tensors that are far apart take gigabytes, which the checking worker needs.
             if not is_far(example.variant) and _fuller(example, first.get(_key(example))):
                 first[_key(example)] = example
         for key, example in first.items():
-            under_way = self._prepare(self._run_of(name, example))
-            planned.compiled |= {} if under_way is None else {key: under_way}
+            compilation = self._prepare(self._run_of(name, example))
+            planned.compiled |= {} if compilation is None else {key: compilation}
         return planned
 
-    def _prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
-        return self._compilers.prepare(run, _key(run.example), self._defects.left_out(run))
+    def _prepare(self, run: Run) -> Compilation | None:
+        left_out = self._defects.left_out(run)
+        words = (run.law, run.products, run.tune, _key(run.example), *left_out)
+        return self._compilers.prepare(Compile(str(run), left_out), key_of(run.example.case), *words)
 
     def await_known(self, run: Run) -> None:
         """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""
         if run in self._known:
-            _await(self._known[run])
+            self._known[run].wait()
 
     def strategy(self, law: Law, domain: Any) -> Any:
         """The strategy for examples of a law and a domain. On a GPU their compile keys are those of the palette."""
@@ -215,12 +156,6 @@ def in_order(laws: Iterable[str]) -> list[str]:
     return sorted(laws, key=lambda law: (law not in FORWARD, law not in LONG))
 
 
-def _cost(case: Any) -> int:
-    """A number that orders compile keys by their compile time, estimated from the widths; float32 counts twice."""
-    widths = [getattr(case, name, 1) for name in ("key_dim", "value_dim", "width")]
-    return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
-
-
 def _fuller(example: Example, other: Example | None) -> bool:
     """Whether an example launches kernels that an earlier one with its compile key does not: those of tokens, or of gradients."""
     return other is None or _launches(example) > _launches(other)
@@ -229,11 +164,6 @@ def _fuller(example: Example, other: Example | None) -> bool:
 def _launches(example: Example) -> tuple[bool, bool]:
     case = example.case
     return any(getattr(case, "lengths", (1,))), getattr(case, "backward", False)
-
-
-def _await(under_way: concurrent.futures.Future[None]) -> None:
-    with contextlib.suppress(concurrent.futures.CancelledError):
-        under_way.result()
 
 
 def _key(example: Example) -> Any:

@@ -111,14 +111,24 @@ def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
 def compiled(run: Run) -> bool:
     """Compile every kernel that the run launches, and judge nothing. All processes then find the kernels in Triton's cache.
 
-    Returns whether kernels were launched. Triton's kernels are launched only where Triton chooses their configurations by time.
+    Kernels that other processes compile come last, so that processes with the same kernels share the work. Returns whether kernels
+    were launched. Triton's kernels are launched only where Triton chooses their configurations by time.
     """
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
     bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
     timed = not run.tune or Policy.parse(run.tune).tune is None
-    launching = contextlib.nullcontext() if timed else unlaunched()
-    # An error here comes up again in the check, which reports it.
-    with contextlib.suppress(Exception), following(run.tune), launching:
-        collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)
-    return timed
+
+    def call(launching: contextlib.AbstractContextManager[None]) -> None:
+        # An error here comes up again in the check, which reports it.
+        with contextlib.suppress(Exception), following(run.tune), launching:
+            collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)
+
+    if timed:
+        call(contextlib.nullcontext())
+        return True
+    passed: list[str] = []
+    call(unlaunched(passed))
+    if passed:
+        call(unlaunched())
+    return False

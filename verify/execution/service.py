@@ -1,6 +1,7 @@
 """Answers the questions of a worker: what an adapter declares, and the outcomes of runs."""
 
 import contextlib
+import functools
 import os
 import threading
 import traceback
@@ -43,6 +44,8 @@ from verify.process.messages import (
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
 from verify.ranks.merge import IDLE, left
+
+NICE = 10  # of processes that compile ahead, beside workers that check
 
 
 def answer(question: Mapping[str, Any]) -> Answer:
@@ -107,7 +110,14 @@ def _interprets(asked: Interprets) -> Answer:
     return {"launches": interpreter.has_launched(), "refusal": interpreter.patches.refusal}
 
 
+@functools.cache
+def _give_way() -> None:
+    """Leave the CPU to the workers that check, from now on."""
+    os.nice(NICE)
+
+
 def _compile(asked: Compile) -> Answer:
+    _give_way()
     with autotune.leaving_out(asked.left_out):
         launched = compiled(Run.parse(asked.line))
     devices.tidy()

@@ -14,13 +14,21 @@ from verify.interpreter.self_test import triton_cache
 LOCKS = "gdn-verify-locks"  # a file in Triton's cache
 
 
+class Busy(Exception):
+    """Another process compiles the kernel."""
+
+
+_PASSING: list[bool] = []  # not empty while this process passes over kernels that another one compiles
+
+
 @contextlib.contextmanager
-def unlaunched() -> Iterator[None]:
+def unlaunched(passed: list[str] | None = None) -> Iterator[None]:
     """Make every launch of a Triton kernel inside compile the kernel, load it, and go no further.
 
-    So a wrong kernel cannot cost this process its GPU, and the GPU reserves no memory for registers that a kernel spills. Errors of
-    a launch about a kernel that the GPU cannot hold are raised here too. The memory that a kernel would write keeps what it held,
-    so nobody may judge the results. Triton must not time configurations inside: it would time nothing.
+    A kernel that another process compiles is waited for, or passed over if there is a list `passed`, to which its name is added.
+    A wrong kernel cannot cost this process its GPU, and the GPU reserves no memory for registers that a kernel spills. Errors of a
+    launch about a kernel that the GPU cannot hold are raised here too. The memory that a kernel would write keeps what it held, so
+    nobody may judge the results. Triton must not time configurations inside: it would time nothing.
     """
     if importlib.util.find_spec("triton") is None:
         yield
@@ -30,13 +38,23 @@ def unlaunched() -> Iterator[None]:
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # noqa: ARG001
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        try:
+            kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        except Busy:
+            assert passed is not None
+            passed.append(self.fn.__name__)
+            return None
         if kernel is not None:
             _ = kernel.run  # loads the kernel, as a launch does first
         return kernel
 
-    with mock.patch.object(JITFunction, "run", run):
-        yield
+    before = _PASSING[:]
+    _PASSING[:] = [True] if passed is not None else []
+    try:
+        with mock.patch.object(JITFunction, "run", run):
+            yield
+    finally:
+        _PASSING[:] = before
 
 
 @functools.cache
@@ -62,11 +80,16 @@ def take_turns() -> None:
 
 @contextlib.contextmanager
 def _alone(kernel: bytes) -> Iterator[None]:
-    """Hold the lock of a kernel inside: a byte of a file, which the system releases when the process ends. Without one, go on."""
+    """Hold the lock of a kernel inside: a byte of a file, which the system releases when the process ends. Without one, go on.
+
+    Busy if another process holds it and this one passes over such kernels.
+    """
     place = int.from_bytes(kernel[:4], "big")
     try:
         file = _locks()
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        fcntl.lockf(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if _PASSING else 0), 1, place)
+    except BlockingIOError:
+        raise Busy from None
     except OSError:  # the cache cannot be written, or its file system has no locks: two processes may compile the same kernel
         yield
         return

@@ -1,0 +1,105 @@
+"""Processes that compile ahead: what comes first, and that nobody waits in vain."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verify.engine.compilers import Compilation, Compilers, Need
+from verify.process.messages import Compile
+from verify.process.worker import Worker
+
+
+class Gated(Worker):
+    """A worker that remembers what it was asked, and answers when it is let go."""
+
+    def __init__(self, asked: list[str]) -> None:
+        super().__init__()
+        self.asked, self.begun, self.go = asked, threading.Semaphore(0), threading.Semaphore(0)
+        self.last = ""
+
+    def ask(self, question: Any, deadline_s: float | None = None) -> dict[str, Any]:
+        self.asked.append(question.line)
+        self.last = question.line
+        self.begun.release()
+        assert self.go.acquire(timeout=60)
+        return {}
+
+
+def prepared(compilers: Compilers, family: str, line: str) -> Compilation:
+    compilation = compilers.prepare(Compile(line), family, line)
+    assert compilation is not None
+    return compilation
+
+
+def asked_after(change: Callable[[dict[str, Compilation]], None]) -> list[str]:
+    """The order in which one process compiles a1, a2 and b1, if `change` comes while it compiles a0."""
+    asked = list[str]()
+    worker = Gated(asked)
+    compilers = Compilers([worker], None)
+    compilations = {line: prepared(compilers, line[0], line) for line in ("a0",)}
+    assert worker.begun.acquire(timeout=60)
+    compilations |= {line: prepared(compilers, line[0], line) for line in ("a1", "a2", "b1")}
+    change(compilations)
+    for _ in range(4):
+        worker.go.release()
+    for compilation in compilations.values():
+        compilation.wait()
+    compilers.close()
+    return asked[1:]
+
+
+def later(compilations: dict[str, Compilation]) -> None:
+    """Change nothing."""
+
+
+def of_a_law(compilations: dict[str, Compilation]) -> None:
+    compilations["b1"].need = Need.BY_LAW
+
+
+def waited_for(compilations: dict[str, Compilation]) -> None:
+    of_a_law(compilations)
+    compilations["a2"].need = Need.BY_WORKER
+
+
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [(later, ["a1", "a2", "b1"]), (of_a_law, ["b1", "a1", "a2"]), (waited_for, ["a2", "b1", "a1"])],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_waited_for_comes_first_then_what_laws_need_that_have_begun(
+    change: Callable[[dict[str, Compilation]], None], order: list[str]
+) -> None:
+    assert asked_after(change) == order
+
+
+def test_a_process_takes_a_family_that_no_other_process_compiles() -> None:
+    asked = list[str]()
+    workers = [Gated(asked), Gated(asked)]
+    compilers = Compilers(workers, None)
+    compilations = [prepared(compilers, line[0], line) for line in ("a0", "c0")]
+    for worker in workers:
+        assert worker.begun.acquire(timeout=60)
+    compilations += [prepared(compilers, line[0], line) for line in ("a1", "b0")]
+    of_c = next(worker for worker in workers if worker.last == "c0")
+    of_c.go.release()
+    assert of_c.begun.acquire(timeout=60)
+    assert of_c.last == "b0"  # although a1 came before it
+    for worker in workers:
+        worker.go.release(2)
+    for compilation in compilations:
+        compilation.wait()
+    compilers.close()
+
+
+def test_whoever_waits_goes_on_when_the_processes_end() -> None:
+    worker = Gated([])
+    compilers = Compilers([worker], None)
+    begun, pending = prepared(compilers, "a", "a0"), prepared(compilers, "a", "a1")
+    assert worker.begun.acquire(timeout=60)
+    compilers.close()
+    pending.wait()
+    worker.go.release()
+    begun.wait()
+    assert worker.asked == ["a0"]

@@ -1,0 +1,126 @@
+"""Processes that compile ahead what the cases of a check will launch, and in what order they do it."""
+
+import collections
+import dataclasses
+import enum
+import threading
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verify.gpu.compiled_keys import Notes
+from verify.process.messages import Compile, Question
+from verify.process.worker import Worker, WorkerLost
+
+COMPILE_S = 300.0  # how long the first case of a key may take
+
+
+class Need(enum.IntEnum):
+    """Who needs what a process compiles."""
+
+    LATER = 0
+    BY_LAW = 1  # a law whose cases run
+    BY_WORKER = 2  # a worker that waits for it
+
+
+@dataclasses.dataclass(eq=False)
+class Compilation:
+    """What a process compiles: the kernels of a run. Runs of one `family` share most of their kernels."""
+
+    question: Compile
+    family: Hashable
+    words: tuple[Any, ...]
+    need: Need = Need.LATER
+    _done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        """Let it come first, and wait until the kernels are compiled or cannot be."""
+        self.need = Need.BY_WORKER
+        self._done.wait()
+
+    def end(self) -> None:
+        """Let nobody wait any longer."""
+        self._done.set()
+
+
+class Compilers:
+    """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored.
+
+    What a worker waits for comes first, then what the laws need that have begun. Of these, one comes first whose family fewest
+    processes compile, since two processes of a family would wait for each other's kernels.
+    """
+
+    def __init__(self, workers: Sequence[Worker], first: Question | None, notes: Notes | None = None) -> None:
+        """Send `first` to all workers at once, so that their imports are done when there is something to compile.
+
+        If `notes` of an earlier check name compiled keys, `first` is sent only when there is something to compile, because starting
+        processes slow the checking worker down.
+        """
+        self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
+        self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
+        self._pending: list[Compilation] = []
+        self._under_way = collections.Counter[Hashable]()
+        self._pool = ThreadPoolExecutor(max(1, len(workers)))
+        if workers and not self.notes.any:
+            self._start()
+
+    def _start(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            for _ in self._workers:
+                self._pool.submit(self._ask, first)
+
+    def prepare(self, question: Compile, family: Hashable, *words: Any) -> Compilation | None:
+        """Have the kernels of a run compiled. `words` say what they depend on.
+
+        None if they were compiled before, if there are no compiling processes, or if they were closed.
+        """
+        if not self._workers or self.notes.has(*words):
+            return None
+        compilation = Compilation(question, family, words)
+        with self._lock:
+            self._pending.append(compilation)
+        try:
+            self._start()
+            self._pool.submit(self._compile_next)
+        except RuntimeError:  # it was closed
+            return None
+        return compilation
+
+    def close(self) -> None:
+        """End the processes. Threads that wait for a compilation go on."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for compilation in self._pending:
+                compilation.end()
+        for worker in self._workers:
+            worker.close()
+
+    def _compile_next(self) -> None:
+        with self._lock:
+            compilation = min(self._pending, key=lambda one: (-one.need, self._under_way[one.family]))
+            self._pending.remove(compilation)
+            self._under_way[compilation.family] += 1
+        try:
+            if self._ask(compilation.question):
+                self.notes.add(*compilation.words)
+        finally:
+            with self._lock:
+                self._under_way[compilation.family] -= 1
+            compilation.end()
+
+    def _ask(self, question: Question) -> bool:
+        """Whether there was an answer."""
+        with self._lock:
+            worker = self._idle.pop()
+        try:
+            if not self._closed.is_set():
+                worker.ask(question, COMPILE_S)
+                return True
+        except WorkerLost:
+            pass  # the checking worker will run into the same failure and report it
+        finally:
+            with self._lock:
+                self._idle.append(worker)
+        return False
