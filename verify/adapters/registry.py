@@ -93,6 +93,10 @@ LAYERS = {
     "fla/kda_layer_recurrent": "verify.adapters.fla_layer:KdaLayerRecurrent",
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
+    "transformers/qwen3_5_moe_layer": "verify.adapters.transformers_layer:Qwen35MoeLayer",
+    "transformers/qwen4_exp_layer": "verify.adapters.transformers_layer:Qwen4ExpLayer",
+    "transformers/olmo_hybrid_layer": "verify.adapters.transformers_layer:OlmoHybridLayer",
+    "transformers/lara_mini_layer": "verify.adapters.transformers_layer:LaraMiniLayer",
 }
 TRACES = {
     "gdn/pool": "verify.adapters.gdn.pool:Pool",
