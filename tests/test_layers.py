@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracles.bound import truth
 from oracles.layer import GDN_LAYER
 from oracles.operation import DTYPES
 from properties.books import book_for, book_of
@@ -93,6 +94,18 @@ def test_a_domain_of_wide_layers_has_all_its_widths() -> None:
     seeded(LAYER_LAWS["oracle"].draw(LayerDomain(widths=(64, 128))), 6, 100, lambda example: cases.append(example.case))
     assert sum(case.key_dim != case.value_dim for case in cases) >= 20
     assert sum(case.hidden == 128 for case in cases) >= 30
+
+
+@pytest.mark.parametrize(
+    "domain", [LayerDomain("kda_layer", dtypes=("fp16",)), LayerDomain(dtypes=("fp16",), gatings=("sigmoid",))]
+)
+def test_no_case_has_zero_rows_whose_right_gradients_overflow(domain: LayerDomain) -> None:
+    cases: list[LayerCase] = []
+    seeded(LAYER_LAWS["oracle"].draw(domain), 6, 60, lambda example: cases.append(example.case))
+    assert all(case.backward for case in cases)
+    assert {case.values for case in cases} == {"ordinary", "scaled", "small"}
+    case = LayerCase.parse("op=kda_layer lengths=116 key_dim=16 value_dim=16 hidden=4 dtype=fp16 values=zero_rows")
+    assert float(truth(case.spec, case.inputs(), case.cotangents())["dhidden"].abs().max()) > torch.finfo(torch.float16).max
 
 
 def test_hidden_states_are_the_same_whatever_they_are_cut_into() -> None:

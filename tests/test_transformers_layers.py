@@ -1,5 +1,6 @@
 """Layers of transformers: every model's adapter leads to the model's own code, is right, and a wrong layer is found."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -24,11 +25,13 @@ from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.execution.execute import execute
 from verify.execution.run import Run
+from verify.findings import known
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
 GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
+KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
 PROMPT = "lengths=5+5 heads=2 value_heads=2 hidden=12 eps=1e-5 cached=yes backward=no"
 
 
@@ -48,10 +51,11 @@ def module_of(model: str) -> types.ModuleType:
 
 
 def test_every_adapter_of_a_layer_is_tested_here() -> None:
-    assert {name for name in LAYERS if name.startswith("transformers/")} == {f"transformers/{model}_layer" for model in GDN}
+    names = {f"transformers/{model}_layer" for model in (*GDN, *KDA)} | {f"transformers/{model}_packed" for model in KDA}
+    assert {name for name in LAYERS if name.startswith("transformers/")} == names
 
 
-@pytest.mark.parametrize("model", GDN)
+@pytest.mark.parametrize("model", [*GDN, *KDA])
 @pytest.mark.slow_after_first
 def test_layer_is_its_own_functions_of_torch_and_the_layer_of_the_oracle(model: str) -> None:
     adapter = adapter_of(model)
@@ -87,7 +91,7 @@ def small(case: LayerCase) -> bool:
     return max(case.lengths) <= 70 and case.tokens <= 130 and case.tokens * case.value_heads * case.key_dim <= 2**14
 
 
-@pytest.mark.parametrize("model", GDN)
+@pytest.mark.parametrize("model", [*GDN, *KDA])
 @pytest.mark.slow
 def test_layer_holds_under_every_law_that_it_can_be_asked(
     model: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory
@@ -109,6 +113,11 @@ WRONG = {
     wrong.OlmoHybridDecaysLate: LATE,
     wrong.OlmoHybridForgetsConvState: FORGETS,
     wrong.ProjectionsSwapped: LATE,
+    wrong.KimiLinearDecaysLate: LATE,
+    wrong.KimiLinearForgetsConvState: FORGETS,
+    wrong.BailingHybridDecaysLate: LATE,
+    wrong.BailingHybridForgetsConvState: FORGETS,
+    wrong.ForgetsGateBias: LATE,
 }
 
 
@@ -121,6 +130,23 @@ def test_wrong_layer_is_broken_where_the_released_one_holds(kind: type[ModelLaye
         for spec in (f"{wrong.__file__}:{kind.__name__}", f"transformers/{kind.model}_layer")
     ]
     assert verdicts == [Verdict.BROKEN, Verdict.HOLDS]
+
+
+@pytest.mark.parametrize("model", KDA)
+def test_packed_sequences_run_into_each_other_in_kda_layers_and_the_defect_is_known(model: str) -> None:
+    adapter_of(model)
+    spec = f"transformers/{model}_packed"
+    (defect,) = (defect for defect in known.load() if defect.run.adapter == spec)
+    outcome = execute(defect.run)
+    assert outcome.verdict is Verdict.BROKEN
+    assert {finding.output for finding in outcome.findings} == {"y"}
+    assert defect.explains(defect.run, outcome.findings) or defect.outdated()
+    one = Run.parse(f"law=oracle adapter={spec} op=kda_layer lengths=3 packed=yes")
+    assert execute(one).verdict is Verdict.HOLDS
+    case = LayerCase((1, 1), "kda_layer", packed=True, seed=3)
+    apart = load(spec).run(case.inputs())[0]
+    joined = load(spec).run(dataclasses.replace(case, lengths=(2,)).inputs())[0]
+    assert torch.equal(apart, joined), "bit for bit what one sequence gives"
 
 
 def test_a_model_that_the_release_lacks_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
