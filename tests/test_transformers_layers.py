@@ -118,6 +118,7 @@ WRONG = {
     wrong.BailingHybridDecaysLate: LATE,
     wrong.BailingHybridForgetsConvState: FORGETS,
     wrong.ForgetsGateBias: LATE,
+    wrong.ForgetsLowerBound: f"{LATE} lower_bound=-5",
 }
 
 

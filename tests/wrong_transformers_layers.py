@@ -103,6 +103,13 @@ class BailingHybridForgetsConvState(ForgetsConvState, kda.BailingHybridLayer):
     """See ForgetsConvState."""
 
 
+class ForgetsLowerBound(kda.BailingHybridLayer):
+    """The decay has no lower bound."""
+
+    def run(self, x: Inputs) -> Answer:
+        return super().run(x.replaced(lower_bound=None))
+
+
 class ForgetsGateBias(kda.Glm5NextLayer):
     """The second projection of the output gate adds no bias."""
 

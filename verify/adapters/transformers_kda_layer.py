@@ -7,6 +7,7 @@ All other code is transformers' own.
 - Where a gate has one projection (Bailing), the two projections of the operation are in its place, one after the other.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from properties.layer_domain import LayerDomain
 from verify.adapters.transformers_layer import OPTIONS, ModelLayer, sections_of
 
 KERNELS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn", "causal_conv1d_update")
+BOUNDS = ("none", "-5", "-1")  # of the log-decay
 
 
 class KdaLayer(ModelLayer):
     """Base of adapters of KDA layers.
 
     The layers have one width for keys and values, as many value heads as key heads, and no convolution bias. They do not double
-    beta. They write to their cache in place, so that no gradient passes through states. Decays have no lower bound here.
+    beta. They write to their cache in place, so that no gradient passes through states.
     """
 
     kernels = KERNELS
@@ -58,8 +60,10 @@ class KdaLayer(ModelLayer):
             "linear_conv_kernel_dim": x.layer.conv_width,
         }
 
-    def optional_fields(self, x: Inputs) -> dict[str, Any]:  # noqa: ARG002 - one signature for all layers
-        return {"linear_lower_bound": None, "kda_safe_gate": False}
+    def optional_fields(self, x: Inputs) -> dict[str, Any]:
+        bound = x.get("lower_bound")
+        safe = {} if bound is None else {"kda_lower_bound": bound}
+        return {"linear_lower_bound": bound, "kda_safe_gate": bound is not None, **safe}
 
     def parameters(self, module: torch.nn.Module, x: Inputs) -> dict[str, Tensor]:
         sections, gate = sections_of(x), module.get_submodule("forget_gate")
@@ -86,10 +90,11 @@ class KimiLinearLayer(KdaLayer):
 
 
 class Glm5NextLayer(KdaLayer):
-    """`Glm5NextTextLinearAttention` of GLM-5.3-Flash, without its lower bound of decays."""
+    """`Glm5NextTextLinearAttention` of GLM-5.3-Flash."""
 
     model = "glm5_next"
     api = "transformers.models.glm5_next.modeling_glm5_next:Glm5NextTextLinearAttention"
+    domain = dataclasses.replace(KdaLayer.domain, lower_bounds=BOUNDS)
 
 
 class Packed(KdaLayer):
@@ -113,10 +118,11 @@ class Packed(KdaLayer):
 
 
 class BailingHybridLayer(KdaLayer):
-    """`BailingHybridDeltaAttention` of Ling, without its lower bound of decays. Each of its gates has one projection."""
+    """`BailingHybridDeltaAttention` of Ling. Each of its gates has one projection."""
 
     model = "bailing_hybrid"
     api = "transformers.models.bailing_hybrid.modeling_bailing_hybrid:BailingHybridDeltaAttention"
+    domain = dataclasses.replace(KdaLayer.domain, lower_bounds=BOUNDS)
 
     def fields(self, x: Inputs) -> dict[str, Any]:
         return {
