@@ -55,6 +55,11 @@ def rotated(case: Any, domain: Any = None) -> Any:
     return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
 
 
+def order_of(example: Example) -> int:
+    """Return in which of two orders a history looks for other shapes and dtypes. The first of each are taken, and need kernels."""
+    return example.case.seed % 2 if example.variant == "others" else 0
+
+
 def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
     """Return the case in other shapes and in another dtype, as far as that is inside the domain, each with what is other."""
     lengths, other, step = case.lengths, with_others(case, domain), getattr(domain, "length_step", 1)

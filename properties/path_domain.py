@@ -48,13 +48,14 @@ class Form(NamedTuple):
 class PathDomain:
     """The calls for which a parallel path promises right results; by default all calls of a layer.
 
-    `ranks` is the number of available ranks: tp * cp is at most that. `exchange_ranks` is the same for exchanges without a layer,
-    which can afford more simulated ranks. `processes` says that the path needs ranks that are processes. `choices` has the values
-    of each choice of the path, by name. Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small
-    cases. `exchanges` says that its CP -> HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that
-    its collectives are counted. `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which
-    parts of the parameters its shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier
-    call had. `least_piece` is the least number of tokens in each piece that a CP rank holds.
+    `ranks` is the number of available ranks: tp * cp is at most that. `tensor_parallel` and `context_parallel` say whether tp and
+    cp may be over 1. `exchange_ranks` is the same for exchanges without a layer, which can afford more simulated ranks.
+    `processes` says that the path needs ranks that are processes. `choices` has the values of each choice of the path, by name.
+    Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
+    HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
+    `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
+    shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is
+    the least number of tokens in each piece that a CP rank holds.
     `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
     the chunk of the adapter.
 
@@ -68,6 +69,7 @@ class PathDomain:
     exchange_ranks: int = 64
     processes: bool = False
     tensor_parallel: bool = True
+    context_parallel: bool = True
     sequence_parallel: bool = True
     layouts: tuple[str, ...] = ("zigzag",)
     packed: bool = True
@@ -136,6 +138,7 @@ class PathDomain:
                 f"tp={case.tp} cp={case.cp} needs {case_ranks(case)} ranks, there are {max(self.ranks, self.exchange_ranks)}",
             ),
             (self.tensor_parallel or case.tp == 1, f"tp={case.tp}: tensor parallelism is not supported"),
+            (self.context_parallel or case.cp == 1, f"cp={case.cp}: context parallelism is not supported"),
             (self.sequence_parallel or not case.sp, "sp=yes is not supported"),
             (case.layout in self.layouts, f"layout={case.layout} is not among {', '.join(self.layouts)}"),
             (self.packed or not case.packed, "packed=yes is not supported"),
@@ -259,10 +262,10 @@ def path_cases(
 
 
 @functools.cache
-def _meshes(ranks: int, *, tensor_parallel: bool) -> tuple[tuple[int, int], ...]:
+def _meshes(ranks: int, *, tensor_parallel: bool, context_parallel: bool) -> tuple[tuple[int, int], ...]:
     """Return the meshes (tp, cp) of up to `ranks` ranks, of one rank only if there are no more."""
-    sizes = range(1, ranks + 1)
-    return tuple((tp, cp) for tp in (sizes if tensor_parallel else (1,)) for cp in sizes if min(ranks, 2) <= tp * cp <= ranks)
+    tps, cps = (range(1, ranks + 1) if parallel else (1,) for parallel in (tensor_parallel, context_parallel))
+    return tuple((tp, cp) for tp in tps for cp in cps if min(ranks, 2) <= tp * cp <= ranks) or ((1, 1),)
 
 
 def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool) -> ParallelCase:
@@ -271,7 +274,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
         return chance.choice(options) if isinstance(options, tuple) else options
 
     layer = domain.operation == "gdn_layer"
-    meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel))
+    meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel, context_parallel=domain.context_parallel))
     if domain.forms:
         fixed = _of_a_form(chance, domain, meshes, fixed)
     if large or chance.random() < SHARED:

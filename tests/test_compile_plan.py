@@ -20,7 +20,7 @@ from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
-from properties.palette import kernels_of, key_of
+from properties.palette import key_of
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
@@ -90,8 +90,8 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
     assert worker.asked[0] == Describe("fla/chunk")
     assert len(set(lines)) == len(lines)
     for law, law_plan in planned.items():
-        needed = list(dict.fromkeys((kernels_of(one.case), one.variant) for one in law_plan.examples))
-        assert [(kernels_of(run.example.case), run.example.variant) for run in firsts if run.law == law] == needed
+        needed = list(dict.fromkeys(compile_plan._key(one) for one in law_plan.examples))
+        assert [compile_plan._key(run.example) for run in firsts if run.law == law] == needed
         costs = [
             case.key_dim * case.value_dim * (2 if case.dtype == "fp32" else 1) for case in (one.case for one in law_plan.examples)
         ]
@@ -101,16 +101,24 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
 
 
 def test_what_is_compiled_has_tokens_and_gradients_where_a_case_of_its_key_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a batch of three rows is compiled beside one of two, and no tensors that are far apart, which take gigabytes."""
+    """And a batch of three rows is compiled beside one of two, other shapes and dtypes in both orders, but no tensors far apart."""
     cases = [Case((0,)), Case((3,), backward=False), Case((4,)), Case((5,)), Case((6, 6)), Case((7, 7, 7)), Case((8, 8))]
-    examples = [Example(case) for case in cases] + [Example(Case((130,)), None, "far_tokens")]
-    monkeypatch.setattr(compile_plan, "of_law", lambda law, domain, seed, count, look, strategy: [look(one) for one in examples])
+    examples = {
+        "pure": [*map(Example, cases), Example(Case((130,)), None, "far_tokens")],
+        "history": [Example(Case((9,), seed=seed), None, "others") for seed in (1, 2, 3, 4)],
+    }
+    monkeypatch.setattr(compile_plan, "of_law", lambda law, domain, seed, count, look, strategy: [*map(look, examples[law.name])])
     worker = Recorder()
     compilers = Compilers([worker], None)
-    planned = plan_of(compilers, laws=("pure",)).of("pure")
-    for example in planned.examples:
-        planned.wait(example)
-    assert [Run.parse(asked.line).example.case.lengths for asked in worker.asked] == [(4,), (6, 6), (7, 7, 7)]
+    plan = plan_of(compilers, laws=("pure", "history"))
+    for planned in (plan.of("pure"), plan.of("history")):
+        for example in planned.examples:
+            planned.wait(example)
+    asked = [Run.parse(question.line).example for question in worker.asked]
+    assert sorted((one.case.lengths, one.variant or "", one.case.seed) for one in asked) == [
+        *(((4,), "", 0), ((6, 6), "", 0), ((7, 7, 7), "", 0)),
+        *(((9,), "others", 1), ((9,), "others", 2)),
+    ]
     compilers.close()
 
 

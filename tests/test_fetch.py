@@ -127,6 +127,23 @@ def test_fetch_unpacks_what_is_needed_and_a_second_run_does_nothing(
     assert output.err == ""
 
 
+def test_an_older_release_has_a_folder_of_its_own(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(libraries.LIBRARIES, "orchard", dataclasses.replace(LIBRARY, others=("1.2.2",)))
+    files = {name.replace("1.2.3", "1.2.2"): text.replace("1.2.3", "1.2.2") for name, text in FILES.items()}
+    build(tmp_path / "wheels" / WHEEL.replace("1.2.3", "1.2.2"), files)
+    folder = tmp_path / "here" / ".gdn-verify" / "libraries" / "orchard-1.2.2"
+    assert main(["fetch", "orchard", "--release", "1.2.2"]) == HOLDS
+    assert capsys.readouterr().out.splitlines() == [
+        f"orchard 1.2.2 is now in {folder} (4 files)",
+        f"use it with: --path {folder}",
+    ]
+    assert failed(capsys, USAGE, "--release", "1.2.1") == (
+        "gdn-verify: --release must be one of 1.2.3, 1.2.2 for orchard, got 1.2.1"
+    )
+
+
 def test_json_says_whether_it_fetched(no_pip: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = fetched(capsys, "--to", "there"), fetched(capsys, "--to", "there")
     assert (first["folder"], first["fetched"]) == (str(tmp_path / "here" / "there"), True)

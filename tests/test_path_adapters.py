@@ -1,14 +1,13 @@
 """Other people's parallel paths hold the laws on two real ranks, and a law sees what an adapter says wrong of them.
 
-Megatron-LM's run where a megatron-core that has them is installed, or MEGATRON_PATH names a checkout, as --path does.
+Megatron-LM's are of the release that `gdn-verify fetch megatron` downloads. MEGATRON_PATH names other files, as --path does.
 """
 
 import functools
-import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +16,12 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.cases.path_case import ParallelCase
+from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from verify.adapters import fla_parallel, megatron
 from verify.adapters.base import PathAdapter
 from verify.adapters.loader import AdapterError, load
+from verify.cli.fetch_command import FetchError, fetch, manifest_in
 from verify.cli.main import main
 from verify.execution.execute import execute
 from verify.execution.run import Run
@@ -32,20 +33,35 @@ from verify.ranks.group import RankGroup
 pytestmark = pytest.mark.ranks
 
 HERE = pathlib.Path(__file__).resolve()
-PACKAGE = pathlib.Path("core", "ssm", "gated_delta_net", "common.py")
 
 
-def _no_megatron() -> str:
-    """Why Megatron-LM's paths cannot be run here, or nothing. It is not imported, which takes ten seconds."""
-    if (folder := os.environ.get("MEGATRON_PATH")) and folder not in sys.path:
+@functools.cache
+def _megatron() -> str:
+    """Puts Megatron-LM's files on sys.path. Returns why that cannot be done, or nothing.
+
+    They are those under MEGATRON_PATH, or the newest release that adapters were tried with. That one is downloaded once a machine
+    (2.4 MB).
+    """
+    if folder := os.environ.get("MEGATRON_PATH"):
         sys.path.insert(1, folder)
-    found = importlib.util.find_spec("megatron")
-    if found is not None and any(pathlib.Path(place, PACKAGE).is_file() for place in found.submodule_search_locations or ()):
         return ""
-    return "no megatron-core with megatron.core.ssm.gated_delta_net.common: MEGATRON_PATH=DIR names a checkout of Megatron-LM"
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "gdn-verify", megatron.LIBRARY.version)
+    try:
+        if not manifest_in(cache, megatron.LIBRARY):
+            fetch(megatron.LIBRARY, cache)
+    except (FetchError, ValueError) as error:
+        return f"Megatron-LM's files cannot be had: {error}"
+    sys.path.append(str(cache))
+    return ""
 
 
-needs_megatron = pytest.mark.skipif(bool(_no_megatron()), reason=_no_megatron())
+@pytest.fixture(scope="module")
+def megatrons() -> Iterator[RankGroup]:
+    """Two ranks that find Megatron-LM."""
+    if reason := _megatron():
+        pytest.skip(reason)
+    with RankGroup(2, deadline_s=120.0) as group:
+        yield group
 
 
 # What an adapter may get wrong
@@ -177,7 +193,6 @@ def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, oper
     broken(two, f"{SHARED.format(spec_of(kind), operation)} layout=contiguous lengths=12", output)
 
 
-@needs_megatron
 @pytest.mark.parametrize(
     "line",
     [
@@ -192,11 +207,10 @@ def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, oper
         f"law=repeats adapter=megatron/deterministic tp=2 {LAYER} lengths=8+8 deterministic=yes {TORCH}",
     ],
 )
-def test_megatron_holds(two: RankGroup, line: str) -> None:
-    holds(two, line)
+def test_megatron_holds(megatrons: RankGroup, line: str) -> None:
+    holds(megatrons, line)
 
 
-@needs_megatron
 @pytest.mark.parametrize(
     ("kind", "line", "output"),
     [
@@ -205,15 +219,14 @@ def test_megatron_holds(two: RankGroup, line: str) -> None:
         (OtherHalfFirst, f"law=parallel cp=2 lengths=8 {TORCH}", "y"),
     ],
 )
-def test_laws_see_what_is_said_wrong_of_megatron(two: RankGroup, kind: type, line: str, output: str) -> None:
-    broken(two, f"{line} adapter={spec_of(kind)} {LAYER}", output)
+def test_laws_see_what_is_said_wrong_of_megatron(megatrons: RankGroup, kind: type, line: str, output: str) -> None:
+    broken(megatrons, f"{line} adapter={spec_of(kind)} {LAYER}", output)
 
 
-@needs_megatron
+@pytest.mark.usefixtures("megatrons")
 def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
     line = "law=exchange variant=heads adapter=megatron/exchange cp=16 heads=16 value_heads=32 packed=yes lengths=32+0+64 "
-    code = main(["repeat", line, *(["--path", os.environ["MEGATRON_PATH"]] if "MEGATRON_PATH" in os.environ else [])])
-    assert code == 0
+    assert main(["repeat", line]) == 0
 
 
 @pytest.mark.slow
@@ -257,33 +270,93 @@ def test_flags_of_a_kernel_are_no_choices_with_one_result() -> None:
     assert PATH_LAWS["same"].needs(fla_parallel.ChunkCP.domain) == "the operation is not gdn_layer"
 
 
-@pytest.mark.parametrize(
-    ("files", "missing"),
-    [
-        ((), "megatron.core.jit"),
-        (("core/jit.py",), "megatron.core.ssm.gated_delta_net.common"),
-        (("core/jit.py", str(PACKAGE)), "megatron.core.ssm.gated_delta_net.common.GatedDeltaNetSubmodules"),
-    ],
-)
-def test_a_megatron_without_the_functions_is_refused_in_one_line(
-    files: tuple[str, ...], missing: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    for name in ("__init__.py", "core/__init__.py", *files):
-        file = tmp_path / "megatron" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("def disable_jit_fuser(): pass\n")
+# Releases of Megatron-LM
+
+NAMES = {
+    "0.16.1": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
+    "0.18.2": ("GatedDeltaNet", "GatedDeltaNetSubmodules", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp"),
+    "0.19.2": (
+        *("GatedDeltaNet", "GatedDeltaNetSubmodules", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp"),
+        *("_build_head_perm_for_split_sections", "_build_thd_cp_a2a_perm"),
+    ),
+}
+OTHERS = {
+    "jit": "def disable_jit_fuser(): pass",
+    "packed_seq_params": "PackedSeqParams = None",
+    "process_groups_config": "ProcessGroupCollection = None",
+    "transformer/__init__": "TransformerConfig = None",
+    "transformer/transformer_config": "",
+    "tensor_parallel/__init__": "",
+    "tensor_parallel/mappings": "all_to_all = get_tensor_model_parallel_group_if_none = None",
+    "ssm/__init__": "",
+    "ssm/mamba_context_parallel": "all_to_all = None",
+    "package_info": "MAJOR = 0\nMINOR = 19\nPATCH = 2\n",
+}
+
+
+@pytest.fixture
+def release(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes a megatron-core that has some names in ssm/gated_delta_net and nothing else, as `gdn-verify fetch` would leave it."""
+    monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not megatron.LIBRARY.is_in(entry)])
+    monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)
+    monkeypatch.setattr("verify.adapters.loader.installed", lambda name: "9.0")
     megatron._modules.cache_clear()
-    with pytest.raises(AdapterError) as caught:
-        load("megatron/layer")
+
+    def make(names: Sequence[str], others: Mapping[str, str] = OTHERS) -> None:
+        core = pathlib.Path(megatron.LIBRARY.fetched, "megatron", "core")
+        for file, text in {**others, "ssm/gated_delta_net": "\n".join(f"{name} = None" for name in names)}.items():
+            (core / file).parent.mkdir(parents=True, exist_ok=True)
+            (core / f"{file}.py").write_text(text)
+
+    yield make
+    megatron._modules.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("version", "cp", "exchange", "layer"),
+    [
+        ("0.16.1", False, ("per_sequence",), {"conv": ("torch",), "qk_norm": ("separate",), "thd_all_to_all": ("per_sequence",)}),
+        ("0.18.2", True, ("per_sequence",), {"conv": ("fla",), "qk_norm": ("combined",), "thd_all_to_all": ("per_sequence",)}),
+        ("0.19.2", True, ("per_sequence", "fused"), {"conv": ("fla",), "qk_norm": ("combined",), "thd_all_to_all": ("fused",)}),
+    ],
+)
+def test_an_adapter_promises_what_its_release_has(
+    release: Callable[..., None], version: str, *, cp: bool, exchange: tuple[str, ...], layer: dict[str, tuple[str, ...]]
+) -> None:
+    release(NAMES[version])
+    domain, moves = load("megatron/layer").domain, load("megatron/exchange").domain
+    assert isinstance(domain, PathDomain) and isinstance(moves, PathDomain)
+    assert (domain.context_parallel, domain.packed, moves.exchanges, moves.packed) == (cp, cp, cp, cp)
+    assert dict(moves.choices) == {"thd_all_to_all": exchange}
+    assert dict(domain.choices) == {**layer, "rule": ("fla",)}
+    outside = domain.outside(ParallelCase((8, 8), cp=2, heads=2, value_heads=2))
+    assert (outside == "cp=2: context parallelism is not supported") is not cp
+    assert megatron.LIBRARY.release() == "0.19.2"
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "missing"),
+    [
+        ((), {"packed_seq_params": "", "transformer/transformer_config": ""}, "megatron.core.jit"),
+        ((), OTHERS, "megatron.core.ssm.gated_delta_net.GatedDeltaNet"),
+        (NAMES["0.16.1"], {"jit": OTHERS["jit"]}, "megatron.core.packed_seq_params"),
+    ],
+)
+def test_a_megatron_without_the_names_is_refused_in_one_line(
+    release: Callable[..., None], names: Sequence[str], others: dict[str, str], missing: str
+) -> None:
+    release(names, others)
+    sys.path.append(os.path.abspath(megatron.LIBRARY.fetched))
+    with pytest.raises(AdapterError) as caught:
+        load("megatron/layer")
     message = str(caught.value)
     assert f"there is no {missing}, neither in an installed megatron-core" in message
-    assert "--path DIR names a checkout" in message
+    assert "gdn-verify fetch megatron" in message
     assert "\n" not in message
 
 

@@ -91,5 +91,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(monkeypatch: pytest.Monkey
     (tmp_path / "file").touch()
     monkeypatch.setattr(warmup, "triton_cache", lambda: tmp_path / "file")
     warmup._locks.cache_clear()
+    compiled = []
     with warmup._alone(b"kernel"):
-        pass
+        compiled.append("kernel")
+    assert compiled == ["kernel"]

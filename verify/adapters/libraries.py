@@ -1,4 +1,4 @@
-"""The serving libraries whose kernels we check: the release that we tested, the files that we need of it, and where they are."""
+"""The libraries whose kernels or layers we check: the release that we tested, the files that we need of it, and where they are."""
 
 import dataclasses
 import importlib.metadata
@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 
 FOLDER = ".gdn-verify/libraries"  # in the working directory; `gdn-verify fetch` makes a folder for each library in it
-VERSIONS = ("_version.py", "_build_meta.py")  # the files of a package that may have its version
+VERSIONS = ("_version.py", "_build_meta.py", "core/package_info.py")  # the files of a package that may have its version
 MANIFEST = "gdn-verify.json"  # the file that `gdn-verify fetch` leaves beside what it has unpacked
 
 
@@ -21,6 +21,7 @@ class Library:
     - `needed` are files without which nothing works. A wheel that lacks one is another release.
     - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
     - `whole` are packages whose own `__init__.py` runs even without the requirements, since other modules need its names.
+    - `others` are further releases that we tried, from new to old, and `python` is the version of Python whose wheel is taken.
     """
 
     name: str
@@ -30,11 +31,22 @@ class Library:
     needed: tuple[str, ...]
     gates: tuple[str, ...]
     whole: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    python: str = "3.11"
 
     @property
     def fetched(self) -> str:
         """The folder into which `gdn-verify fetch` unpacks the library, and the last in which adapters look for it."""
         return os.path.join(FOLDER, self.name)
+
+    def at(self, release: str | None) -> tuple["Library", str]:
+        """The library at one of its releases (None: `version`), and the folder for its files. ValueError for an unknown release."""
+        releases = (self.version, *self.others)
+        if release in (None, self.version):
+            return self, self.fetched
+        if release not in releases:
+            raise ValueError(f"--release must be one of {', '.join(releases)} for {self.name}, got {release}")
+        return dataclasses.replace(self, version=release), f"{self.fetched}-{release}"
 
     def folder(self) -> str | None:
         """The folder that holds the library's package: one on sys.path, or that of `gdn-verify fetch`. None if neither has it."""
@@ -58,10 +70,12 @@ class Library:
         for name in VERSIONS:
             try:
                 with open(os.path.join(folder, self.name, name), encoding="utf-8") as file:
-                    line = re.search(r"""^__version__ = .*['"]([^'"]+)['"]$""", file.read(1 << 16), re.MULTILINE)
+                    text = file.read(1 << 16)
             except (OSError, UnicodeDecodeError):
                 continue
-            if line:
+            if numbers := re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", text, re.MULTILINE):
+                return ".".join(numbers)
+            if line := re.search(r"""^__version__ = .*['"]([^'"]+)['"]$""", text, re.MULTILINE):
                 return line[1]
         return None
 
@@ -157,6 +171,16 @@ LIBRARIES = {
             files=("flashinfer/_build_meta.py", "flashinfer/trace/*.py", *_OF_EVERY_WHEEL),
             needed=("flashinfer/trace/templates/gdn.py",),
             gates=("flashinfer.gdn_prefill", "flashinfer.gdn_decode"),
+        ),
+        Library(
+            "megatron",
+            "megatron-core",
+            "0.19.2",
+            files=("megatron/core/*.py", *_OF_EVERY_WHEEL),
+            needed=("megatron/core/packed_seq_params.py", "megatron/core/transformer/transformer_config.py"),
+            gates=(),
+            others=("0.18.2", "0.17.1", "0.16.1"),
+            python="3.12",
         ),
     )
 }

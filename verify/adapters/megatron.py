@@ -1,6 +1,13 @@
 """Adapters of Megatron-LM's GatedDeltaNet module and of its all-to-alls. They adapt signatures and layout only.
 
-The code comes from an installed megatron-core that has the module, or from the checkout that --path names.
+The code comes from an installed megatron-core, from the folder that --path names (a checkout, or files of `gdn-verify fetch`), or
+from the files that `gdn-verify fetch megatron` has left in the working directory. Adapters ask for names and not for versions, and
+what a release lacks is not in their domains:
+
+- Without `tensor_a2a_cp2hp` (0.16.1, 0.17.1) there is neither context parallelism nor a packed sequence.
+- Without `_build_thd_cp_a2a_perm` (0.18.2) packed sequences are exchanged one by one.
+- Without `a2a_cp_to_hp` (0.19.2) the steps of the fused exchange are in the module itself. `MegatronExchange` takes them in the
+  order of the module.
 
 - Context parallelism is Megatron's own, over the ranks' process group. For simulated ranks, `_all_to_all` replaces its all-to-all.
 - Tensor parallelism is in the projections, which Megatron takes from the code that builds the module. Here they are plain
@@ -8,12 +15,15 @@ The code comes from an installed megatron-core that has the module, or from the 
 - On a CPU, Megatron's functions are not compiled, and it is told that the current device is the CPU.
 """
 
+import dataclasses
 import functools
 import importlib
+import importlib.util
+import sys
 import types
 import unittest.mock
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name
@@ -23,29 +33,40 @@ from oracles.operation import Inputs
 from properties.path_domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES
+from verify.adapters.libraries import LIBRARIES
 from verify.ranks.collectives import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
 
-# The names of Megatron that are checked: a version that has these has all that we use.
-WANTED = {
-    "megatron.core.ssm.gated_delta_net.common": (
-        "GatedDeltaNetSubmodules",
-        "a2a_cp_to_hp",
-        "a2a_hp_to_cp",
-        "tensor_a2a_cp2hp",
-        "tensor_a2a_hp2cp",
-        "_build_head_perm_for_split_sections",
-        "_build_thd_cp_a2a_perm",
-    ),
-    "megatron.core.ssm.gated_delta_net.gdn": ("GatedDeltaNet",),
-}
+LIBRARY = LIBRARIES["megatron"]
+OLDEST = LIBRARY.others[-1]
+# Where the names of Megatron are that we use. The module is a file in older releases and a package in newer ones.
+PLACES = tuple(f"megatron.core.ssm.gated_delta_net{file}" for file in ("", ".common", ".gdn"))
+WANTED = ("GatedDeltaNet", "GatedDeltaNetSubmodules")
+# Names that some releases lack.
+OPTIONAL = (
+    *("a2a_cp_to_hp", "a2a_hp_to_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp"),
+    *("_build_head_perm_for_split_sections", "_build_thd_cp_a2a_perm"),
+)
 # Megatron's names of the layer's parameters.
 NAMES = {"conv.weight": "conv1d.weight", "conv.bias": "conv1d.bias", "norm.weight": "out_norm.weight"}
 _COMMON: dict[str, Any] = {"negative_eigenvalues": False, "counts": False, "refuses": False, "checkpoints": False}
 
 
 class _Megatron(PathAdapter):
+    requires: ClassVar[dict[str, str]] = {LIBRARY.distribution: OLDEST}
+
     def __init__(self) -> None:
-        self.megatron = _modules()
+        self.megatron = m = _modules()
+        self.domain = dataclasses.replace(
+            self.domain,
+            choices=tuple(self.choices(m).items()),
+            packed=self.domain.packed and m.shares,
+            context_parallel=m.shares,
+            exchanges=self.domain.exchanges and m.shares,
+        )
+
+    def choices(self, m: types.SimpleNamespace) -> dict[str, tuple[str, ...]]:
+        """The values of each choice in this release."""
+        raise NotImplementedError
 
 
 class MegatronLayer(_Megatron):
@@ -63,7 +84,16 @@ class MegatronLayer(_Megatron):
         choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),
     )
     deterministic = False
-    requires = REQUIRES
+    requires: ClassVar[dict[str, str]] = {**REQUIRES, **_Megatron.requires}
+
+    def choices(self, m: types.SimpleNamespace) -> dict[str, tuple[str, ...]]:
+        own = "torch" if self.deterministic else "fla"
+        return {
+            "conv": (own if m.shares else "torch",),
+            "qk_norm": ("combined" if m.shares else "separate",),
+            "thd_all_to_all": ("fused" if m.fuses else "per_sequence",),
+            "rule": (own,),
+        }
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         module = self._module(x, place)
@@ -94,8 +124,6 @@ class MegatronLayer(_Megatron):
                 linear_value_head_dim=layer.value_dim,
                 linear_num_key_heads=layer.heads,
                 linear_num_value_heads=layer.value_heads,
-                experimental_attention_variant="gdn",
-                linear_attention_freq=[1],
                 normalization="RMSNorm",
                 layernorm_epsilon=x.eps,
                 activation_func=F.silu,
@@ -142,6 +170,9 @@ class MegatronExchange(_Megatron):
         choices=(("thd_all_to_all", ("per_sequence", "fused")),),
     )
 
+    def choices(self, m: types.SimpleNamespace) -> dict[str, tuple[str, ...]]:
+        return {"thd_all_to_all": ("per_sequence", "fused") if m.fuses else ("per_sequence",)}
+
     def run(self, x: Inputs, place: Place) -> Tensor:
         raise NotImplementedError("megatron/exchange has no layer; use megatron/layer")
 
@@ -153,14 +184,13 @@ class MegatronExchange(_Megatron):
         offsets = torch.tensor([0, *(lengths or [tokens])], device=x.device).cumsum(0)
         packed = None if lengths is None else m.PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
         y: Tensor
-        if choices["thd_all_to_all"] == "fused" and to == "heads":
-            y, _ = m.a2a_cp_to_hp(x, tuple(sections), size, group, offsets, tokens, packed)
-            return y
         if choices["thd_all_to_all"] == "fused":
-            back = None if packed is None else m._build_thd_cp_a2a_perm(offsets, size, tokens)[1]
-            y = m.a2a_hp_to_cp(x, size, group, packed, back)
-            # a2a_hp_to_cp knows one section only. Several come out rank by rank, in the order into which a2a_cp_to_hp puts them.
-            return y.index_select(-1, m._build_head_perm_for_split_sections(tuple(sections), size, x.device).argsort())
+            index = m._build_head_perm_for_split_sections(tuple(sections), size, x.device)
+            if to == "heads":
+                return self._to_heads(x, tuple(sections), group, offsets, tokens, packed, index)
+            y = self._to_tokens(x, group, offsets, tokens, packed)
+            # The way back knows one section only. Several come out rank by rank, in the order into which the way there puts them.
+            return y.index_select(-1, index.argsort())
         way = {"seq_dim": 0, "head_dim": -1, "cp_group": group}
         if to == "heads":
             move = functools.partial(m.tensor_a2a_cp2hp, **way, split_sections=list(sections))
@@ -172,6 +202,30 @@ class MegatronExchange(_Megatron):
         sequences = x.split([length // (size if to == "heads" else 1) for length in lengths])
         moved = [move(part) for part in sequences if len(part)]
         return torch.cat(moved) if moved else x.new_empty(0, x.shape[1], sum(sections) // (size if to == "heads" else 1))
+
+    def _to_heads(
+        self, x: Tensor, sections: tuple[int, ...], group: Any, offsets: Tensor, tokens: int, packed: Any, index: Tensor
+    ) -> Tensor:
+        m, size = self.megatron, group.size()
+        y: Tensor
+        if hasattr(m, "a2a_cp_to_hp"):
+            y, _ = m.a2a_cp_to_hp(x, sections, size, group, offsets, tokens, packed)
+            return y
+        x = x.index_select(-1, index) if size > 1 else x
+        y = m.tensor_a2a_cp2hp(x, 0, -1, group, undo_attention_load_balancing=packed is None)
+        shared = packed is not None and size > 1
+        return y.index_select(0, m._build_thd_cp_a2a_perm(offsets, size, tokens)[0]) if shared else y
+
+    def _to_tokens(self, x: Tensor, group: Any, offsets: Tensor, tokens: int, packed: Any) -> Tensor:
+        m, size = self.megatron, group.size()
+        back = None if packed is None else m._build_thd_cp_a2a_perm(offsets, size, tokens)[1]
+        y: Tensor
+        if hasattr(m, "a2a_hp_to_cp"):
+            y = m.a2a_hp_to_cp(x, size, group, packed, back)
+            return y
+        x = x.index_select(0, back) if back is not None and size > 1 else x
+        y = m.tensor_a2a_hp2cp(x, 0, -1, group, redo_attention_load_balancing=packed is None)
+        return y
 
 
 class Group:
@@ -226,16 +280,20 @@ def _current_device(device: torch.device) -> Any:
 
 @functools.cache
 def _modules() -> types.SimpleNamespace:
-    """The names of Megatron that we use. ImportError, in one line, says what is missing."""
+    """The names of Megatron that we use, and what the release has. ImportError, in one line, says what is missing.
+
+    `shares` says whether it has context parallelism, and `fuses` whether it exchanges packed sequences in one all-to-all.
+    """
+    if importlib.util.find_spec("megatron") is None and (folder := LIBRARY.folder()) is not None:
+        sys.path.append(folder)
     if not torch.cuda.is_available():
         _import("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
-    found = {}
-    for module, names in WANTED.items():
-        library = _import(module)
-        for name in names:
-            if not hasattr(library, name):
-                raise ImportError(_missing(f"{module}.{name}"))
-            found[name] = getattr(library, name)
+        torch.cuda.current_device = functools.partial(torch.device, "cpu")  # type: ignore[assignment]  # it only raises here
+    _import(PLACES[0])
+    places = [importlib.import_module(place) for place in PLACES if _exists(place)]
+    found = {name: getattr(place, name) for place in places for name in (*WANTED, *OPTIONAL) if hasattr(place, name)}
+    if lacking := [name for name in WANTED if name not in found]:
+        raise ImportError(_missing(f"{PLACES[0]}.{lacking[0]}"))
     for module, name in (
         ("megatron.core.packed_seq_params", "PackedSeqParams"),
         ("megatron.core.process_groups_config", "ProcessGroupCollection"),
@@ -243,9 +301,22 @@ def _modules() -> types.SimpleNamespace:
     ):
         found[name] = getattr(_import(module), name)
     mappings = _import("megatron.core.tensor_parallel.mappings")
-    mappings.all_to_all = functools.partial(_all_to_all, mappings.all_to_all)
+    for module in (mappings, _import("megatron.core.ssm.mamba_context_parallel")):
+        if hasattr(module, "all_to_all"):
+            module.all_to_all = functools.partial(_all_to_all, module.all_to_all)
     mappings.get_tensor_model_parallel_group_if_none = functools.partial(_same, mappings.get_tensor_model_parallel_group_if_none)
-    return types.SimpleNamespace(**found)
+    if not torch.cuda.is_available() and hasattr(places[0], "causal_conv1d_fn"):
+        # The package causal_conv1d needs a GPU. Without it the module takes torch's convolution.
+        vars(places[0])["causal_conv1d_fn"] = None
+    return types.SimpleNamespace(**found, shares="tensor_a2a_cp2hp" in found, fuses="_build_thd_cp_a2a_perm" in found)
+
+
+def _exists(module: str) -> bool:
+    """Whether there is such a module. One inside a file that is no package is not there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _import(module: str) -> Any:
@@ -259,8 +330,8 @@ def _import(module: str) -> Any:
 
 def _missing(what: str) -> str:
     return (
-        f"there is no {what}, neither in an installed megatron-core (0.16.1 is too old) nor under --path: "
-        "--path DIR names a checkout of NVIDIA/Megatron-LM's main branch"
+        f"there is no {what}, neither in an installed megatron-core nor under --path: run `gdn-verify fetch megatron`, or name a "
+        f"checkout of NVIDIA/Megatron-LM, or files of a release since {OLDEST}, with --path DIR"
     )
 
 

@@ -1,4 +1,4 @@
-"""The verb `fetch`: download a serving library's wheel with pip and unpack the Python files that adapters import.
+"""The verb `fetch`: download a library's wheel with pip and unpack the Python files that adapters import.
 
 The wheel is data: nothing in it runs here, and only files that the library's patterns name are unpacked.
 """
@@ -35,8 +35,7 @@ DAMAGED = (  # what zipfile raises for a damaged or unusual file
     *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, UnicodeError),
     *(NotImplementedError, RuntimeError, EOFError),
 )
-# The tags of the wheels that we tested. Their Python files are the same for every machine, so any machine may take them.
-TAGS = ("--python-version=3.11", "--implementation=cp", "--abi=cp311")
+# The platforms of the wheels that we tested. Their Python files are the same for every machine, so any machine may take them.
 PLATFORMS = ("--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64")
 MOST_BYTES = 1 << 28  # unpacked; the largest library needs a tenth of this
 STALE_S = 3600.0  # a run that takes an hour is dead
@@ -48,8 +47,8 @@ class FetchError(Exception):
 
 def act(options: argparse.Namespace) -> int:
     """Fetch a library, unless it is there already, and print where it is. Returns the exit code."""
-    library = LIBRARIES[options.library]
-    folder = pathlib.Path(os.path.abspath(options.to or library.fetched))
+    library, place = LIBRARIES[options.library].at(options.release)
+    folder = pathlib.Path(os.path.abspath(options.to or place))
     try:
         present = manifest_in(folder, library)
         manifest = present or fetch(library, folder)
@@ -63,7 +62,7 @@ def act(options: argparse.Namespace) -> int:
         f"{library.name} {manifest['version']} {'is already' if present else 'is now'} in {folder} ({manifest['files']} files)"
     )
     print_line(f"use it with: --path {folder}")
-    if options.to is None:
+    if options.to is None and place == library.fetched:
         print_line("commands in this directory need no --path: adapters look there if the library is not installed")
     return HOLDS
 
@@ -137,8 +136,9 @@ def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
     if importlib.util.find_spec("pip") is None:
         raise FetchError(f"fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip")
     requirement = f"{library.distribution}=={library.version}"
-    output = ""
-    for tags in ([*TAGS, *PLATFORMS], []):  # then the wheel for this machine
+    output, python = "", library.python
+    of_python = (f"--python-version={python}", "--implementation=cp", f"--abi=cp{python.replace('.', '')}")
+    for tags in ([*of_python, *PLATFORMS], []):  # then the wheel for this machine
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar=off"]
         done = subprocess.run(  # noqa: S603 - words of ours alone
             [*command, *tags, f"--dest={folder}", requirement],

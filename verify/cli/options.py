@@ -35,7 +35,7 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     parser.add_argument(
         "--workers",
         type=positive_word,
-        help="number of processes that run kernels (default: at most 4 for each GPU, or one for each core, at most 4)",
+        help="number of processes that run kernels (default: on GPUs up to 3 for each; on a CPU one for each core, at most 4)",
     )
     parser.add_argument(
         "--products",

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     _launches(verb("launches", "launches_command:launches", "find the kernel launch that gives other numbers in another call"))
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
-    _fetch(verb("fetch", "fetch_command:act", "download the files of a serving library that adapters import"))
+    _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
     return top
 
 
@@ -313,5 +313,12 @@ def _claims(parser: argparse.ArgumentParser) -> None:
 
 def _fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("library", choices=LIBRARIES, help="the library")
-    parser.add_argument("--to", metavar="DIR", help="the folder for its files (default .gdn-verify/libraries/LIBRARY)")
+    parser.add_argument(
+        "--release", metavar="VERSION", help="a release that we tried, such as 0.18.2 of megatron (default: the newest of them)"
+    )
+    parser.add_argument(
+        "--to",
+        metavar="DIR",
+        help="the folder for its files (default .gdn-verify/libraries/LIBRARY, with -VERSION at the end for an older release)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -16,6 +16,7 @@ from typing import Any
 from properties.books import book_of
 from properties.domain import Domain
 from properties.far_views import is_far
+from properties.history_laws import order_of
 from properties.laws import Law
 from properties.palette import draw_palette, kernels_of, key_of
 from properties.path_domain import PathDomain, with_forms
@@ -30,7 +31,7 @@ from verify.process.worker import Worker, WorkerLost
 SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
 FORWARD = ("recall",)
-LONG = ("oracle", "history")
+LONG = ("oracle", "history")  # the first has four times the cases, and a case of the other makes up to six calls
 COMPILE_S = 300.0  # how long the first case of a key may take
 
 
@@ -236,4 +237,4 @@ def _await(under_way: concurrent.futures.Future[None]) -> None:
 
 
 def _key(example: Example) -> Any:
-    return kernels_of(example.case), example.variant
+    return kernels_of(example.case), example.variant, order_of(example)

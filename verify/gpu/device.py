@@ -10,7 +10,7 @@ import torch
 from verify.process.worker import NO_GPU
 
 KEPT = 2**32  # bytes
-ROOM_S = 20.0
+ROOM_S = 20.0  # other workers release what they cached after each case
 CYCLES_PER_MS = 2e6  # no GPU's clock is much faster than 2 GHz
 
 
