@@ -10,7 +10,7 @@ The KDA layer has one decay for each channel of the key. The decay and the outpu
 
     [q k v | z f b] = in_proj x
     q, k, v = silu(conv1d(q, k, v))
-    g, beta = -exp(A_log) softplus(decay_proj f + dt_bias), sigmoid(b)
+    g, beta = -exp(A_log) softplus(decay_proj f + dt_bias), sigmoid(b)      or g with a lower bound (oracles/gates.py)
     o = KDA(norm(q), norm(k), v, g, beta)
     y = out_proj (norm(o) sigmoid(gate_proj z + gate_bias))
 
@@ -87,7 +87,7 @@ def forward_kda(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return what `forward` returns, of a KDA layer.
 
     x has the inputs of `forward` without gating, but layer is a KdaLayer and dt_bias is [HV, K]. It also has decay_proj [HV K, V],
-    gate_proj [HV V, V] and gate_bias [HV V].
+    gate_proj [HV V, V] and gate_bias [HV V], and may have lower_bound, that of the log-decay.
     """
     return _layer(x, arithmetic, _gates_of_kda)
 
@@ -108,9 +108,8 @@ def _layer(x: Inputs, arithmetic: Arithmetic, gates_of: Callable[..., _Gates]) -
     projected = _projected(hidden, in_proj, stored, "in_proj x")
     parts = dict(zip(layer.sections, projected.split(tuple(layer.sections.values()), -1), strict=True))
     mixed, (a, z, gating) = _convolved(x, projected, arithmetic), gates_of(x, parts, stored, arithmetic)
-    gate = gates.forward(
-        Inputs(a=a, b=parts["b"], A_log=x.A_log, dt_bias=x.dt_bias, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic
-    )
+    shared = {"A_log": x.A_log, "dt_bias": x.dt_bias, "lower_bound": x.get("lower_bound")}
+    gate = gates.forward(Inputs(a=a, b=parts["b"], **shared, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic)
     ruled = _ruled(x, mixed["y"], gate, arithmetic)
     z = z.unflatten(-1, (layer.value_heads, -1))
     normed = norm.forward_gated_rms_norm(Inputs(x=ruled["o"], z=z, weight=x.norm, eps=x.get("eps"), gating=gating), arithmetic)
@@ -246,6 +245,6 @@ KDA_LAYER = dataclasses.replace(
         *(_OF_GDN[name] for name in ("norm", "out_proj", "state", "conv_state")),
     ),
     forward=forward_kda,
-    rules=(layer_widths(KdaLayer), *(rule for rule in GDN_LAYER.rules[1:] if rule is not norm.known_gating)),
-    options=tuple(option for option in GDN_LAYER.options if option != "gating"),
+    rules=(layer_widths(KdaLayer), *(rule for rule in GDN_LAYER.rules[1:] if rule is not norm.known_gating), gates.negative_bound),
+    options=(*(option for option in GDN_LAYER.options if option != "gating"), "lower_bound"),
 )

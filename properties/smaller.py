@@ -109,6 +109,7 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
 }
 SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
     "gating": ("silu",),
+    "lower_bound": ("none",),
     "parameter_dtype": ("fp32",),
     "backward": (False,),
     "state": ("none", "zero"),

@@ -160,6 +160,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "eps": some(*LAYER_EPS),
         "offsets": OFFSETS,
         "gatings": some(*GATINGS),
+        "lower_bounds": some(*LOWER_BOUNDS),
         "parameter_dtypes": some(*PARAMETER_DTYPES),
         "options": OPTIONS,
         "long": LONG,

@@ -48,7 +48,7 @@ CASES = {
         ONE,
     ],
     "gdn_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
-    "kda_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
+    "kda_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", f"{PACKED} lower_bound=-5", ONE],
 }
 DTYPES = {
     "input": torch.bfloat16,

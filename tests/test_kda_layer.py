@@ -30,6 +30,7 @@ LINES = (
     "op=kda_layer lengths=5+0+2 packed=yes value_heads=2 key_dim=3 value_dim=5 hidden=7 conv_bias=yes cached=yes state=random",
     "op=kda_layer lengths=4+4 heads=2 value_heads=2 key_dim=5 value_dim=3 hidden=4 gate=ordinary eps=1e-5 seed=1",
     "op=kda_layer lengths=1 key_dim=4 value_dim=4 hidden=6 cached=yes allow_neg_eigval=yes seed=2",
+    "op=kda_layer lengths=6 heads=2 value_heads=2 key_dim=3 value_dim=4 hidden=5 gate=mixed lower_bound=-5 seed=3",
 )
 LIMIT = 1e-9  # relative to a tensor's largest entry: 3e-12 found, in dA_log
 
@@ -68,7 +69,9 @@ def define(x: Inputs, wrong: str = "") -> Results:
             mixed = mixed if x.conv_bias is None else mixed + x.conv_bias
             q, k, v = (mixed * sigmoid(mixed)).split(widths[:3])
             raw = (x.decay_proj @ f).view(value_heads, keys) + x.dt_bias
-            g = -x.A_log.exp().unsqueeze(-1) * (1 + raw.exp()).log()
+            speed = x.A_log.exp().unsqueeze(-1)
+            bounded = x.get("lower_bound") is not None and wrong != "bound"
+            g = x.lower_bound * sigmoid(speed * raw) if bounded else -speed * (1 + raw.exp()).log()
             g = g.mean(-1, keepdim=True).expand_as(g) if wrong == "decay" else g
             beta = sigmoid(b) * (2 if x.allow_neg_eigval else 1)
             gate = (x.gate_proj @ z if wrong == "bias" else x.gate_proj @ z + x.gate_bias).view(value_heads, values)
@@ -107,6 +110,32 @@ def test_wrong_reading_is_not_the_definition(wrong: str) -> None:
     assert errors["y"] > 1e-3
 
 
+def test_without_the_lower_bound_it_is_not_the_definition() -> None:
+    inputs, directions = single(LINES[3])
+    errors = relative(
+        truth(KDA_LAYER, inputs, directions), evaluate(KDA_LAYER, functools.partial(define, wrong="bound"), inputs, directions)
+    )
+    assert min(errors[name] for name in ("y", "dA_log", "ddecay_proj")) > 1e-2
+
+
+def test_a_lower_bound_leaves_the_memory_that_the_regime_says() -> None:
+    for bound, gate, least, most in (
+        ("-5", "long", 20, 300),
+        ("-5", "ordinary", 0.5, 6),
+        ("-1", "long", 100, 1500),
+        ("-1", "ordinary", 2.5, 30),
+    ):
+        x = LayerCase((4,), "kda_layer", value_heads=64, gate=gate, lower_bound=bound).inputs()
+        memory = -1 / (x.lower_bound * sigmoid(x.A_log.exp().unsqueeze(-1) * x.dt_bias))
+        assert least < float(memory.median()) < most, (bound, gate)
+    for case in ("op=gdn_layer lengths=1 lower_bound=-5", "op=kda_layer lengths=1 lower_bound=-2"):
+        with pytest.raises(ValueError, match="lower_bound"):
+            LayerCase.parse(case)
+    with pytest.raises(ValueError, match="lower_bounds must be none for gdn_layer, got -5"):
+        LayerDomain(lower_bounds=("-5",))
+    assert LayerDomain("kda_layer").outside(LayerCase.parse(LINES[3])) == "lower_bound=-5 is not among none"
+
+
 @pytest.mark.slow
 def test_gradients_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, directions = single(LINES[1])
@@ -128,6 +157,7 @@ def test_gradients_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"layer": oracle.Layer(7, 1, 2, 3, 5)}, "layer must be a KdaLayer, got Layer"),
         ({"decay_proj": torch.zeros(3, 5)}, "G must be 6 for KdaLayer"),
         ({"gating": "sigmoid"}, "gating is no input of kda_layer, must be None or absent, got 'sigmoid'"),
+        ({"lower_bound": 1.0}, "lower_bound must be None or a finite number below 0, got 1.0"),
         ({"gate_bias": torch.zeros(1)}, "gate_bias must have P = 10 like gate_proj"),
         ({"dt_bias": torch.zeros(2, 1)}, "dt_bias must have K = 3|K must be 3 for KdaLayer|state must have K = 1"),
     ],

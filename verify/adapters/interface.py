@@ -28,17 +28,22 @@ class Signature:
 def signature(place: str) -> Signature | None:
     """The signature of `package.module:function`, or None if there is no such package, module or function."""
     module, _, name = place.partition(":")
+    file = source(module)
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return Signature(_parameters(node), ast.get_docstring(node) or "", _calls(node))
+    return None
+
+
+def source(module: str) -> pathlib.Path | None:
+    """The file of a module of a package, or None if there is no such file."""
     package, *parts = module.split(".")
     found = None
     with contextlib.suppress(ValueError):  # a module that was made by hand has no spec
         found = importlib.util.find_spec(package)
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
-        file = pathlib.Path(folder, *parts).with_suffix(".py")
-        if parts and file.is_file():
-            for node in ast.parse(file.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return Signature(_parameters(node), ast.get_docstring(node) or "", _calls(node))
-    return None
+    folders = (found.submodule_search_locations or ()) if found is not None and parts else ()
+    files = (pathlib.Path(folder, *parts).with_suffix(".py") for folder in folders)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _parameters(function: ast.FunctionDef) -> frozenset[str]:

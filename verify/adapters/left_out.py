@@ -8,7 +8,7 @@ IN_FLA: Mapping[str, str] = {
     "device": "it is where a module creates parameters, which a call replaces by those of the case",
     "gk": "fla/fused_recurrent passes it; requests in a pool have one decay for all channels",
     "gv": "fla/fused_recurrent passes it; requests in a pool have one decay for all channels",
-    "lower_bound": "fla/chunk_kda passes it; the gate of a whole layer has none",
+    "lower_bound": "fla/chunk_kda passes it; fla/kda_layer calls the gate without a lower bound",
     "max_num_seqs": "it is for use_graph",
     "mode": "fla/layer_recurrent passes it; other calls run the recurrent rule where they are short and have no gradients",
     "output_attentions": "the layer has no attention weights",

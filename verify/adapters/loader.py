@@ -17,6 +17,7 @@ from properties.sizes import LARGEST_CHUNK, MOST
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.declarations import misspelt
+from verify.adapters.interface import Unavailable
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
@@ -71,6 +72,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     """Create an instance and check its declarations. AdapterError names the first wrong declaration and the choices."""
     try:
         adapter = kind()
+    except Unavailable as error:
+        raise AdapterError(f"adapter {spec}: {_first_line(error)}") from error
     except Exception as error:
         raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
     if (

@@ -93,6 +93,16 @@ LAYERS = {
     "fla/kda_layer_recurrent": "verify.adapters.fla_layer:KdaLayerRecurrent",
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
+    "transformers/qwen3_5_moe_layer": "verify.adapters.transformers_layer:Qwen35MoeLayer",
+    "transformers/qwen4_exp_layer": "verify.adapters.transformers_layer:Qwen4ExpLayer",
+    "transformers/olmo_hybrid_layer": "verify.adapters.transformers_layer:OlmoHybridLayer",
+    "transformers/lara_mini_layer": "verify.adapters.transformers_layer:LaraMiniLayer",
+    "transformers/kimi_linear_layer": "verify.adapters.transformers_kda_layer:KimiLinearLayer",
+    "transformers/glm5_next_layer": "verify.adapters.transformers_kda_layer:Glm5NextLayer",
+    "transformers/bailing_hybrid_layer": "verify.adapters.transformers_kda_layer:BailingHybridLayer",
+    "transformers/kimi_linear_packed": "verify.adapters.transformers_kda_layer:KimiLinearPacked",
+    "transformers/glm5_next_packed": "verify.adapters.transformers_kda_layer:Glm5NextPacked",
+    "transformers/bailing_hybrid_packed": "verify.adapters.transformers_kda_layer:BailingHybridPacked",
 }
 TRACES = {
     "gdn/pool": "verify.adapters.gdn.pool:Pool",

@@ -20,7 +20,7 @@ REQUIRES = {"transformers": "4.57"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 
-class QwenAdapter(Adapter):
+class ModelAdapter(Adapter):
     """Base of adapters of a model's module. If FLA is installed, the module imports FLA, and with it torch's compiler."""
 
     model: ClassVar[str] = "qwen3_next"
@@ -30,7 +30,7 @@ class QwenAdapter(Adapter):
             importlib.import_module(f"transformers.models.{self.model}.modeling_{self.model}")
 
 
-class Rule(QwenAdapter):
+class Rule(ModelAdapter):
     """Base of the two rules. Older releases repeat the key heads before they call them."""
 
     name: ClassVar[str]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
-from verify.adapters.transformers import REQUIRES, QwenAdapter
+from verify.adapters.transformers import REQUIRES, ModelAdapter
 
 QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
-class Conv(QwenAdapter):
+class Conv(ModelAdapter):
     """`causal_conv1d_fn` on the result of the cache's `update_conv_state`, as the layer's prefill calls them."""
 
     algorithm = "pointwise"
@@ -36,7 +36,7 @@ class Conv(QwenAdapter):
         return y[..., seen.shape[-1] - tokens :].mT, cache.conv_states[0] if x.output_final_state else None
 
 
-class ConvUpdate(QwenAdapter):
+class ConvUpdate(ModelAdapter):
     """`causal_conv1d_update`, with a cache that it updates in place. For a call without tokens it returns a row."""
 
     algorithm = "pointwise"
@@ -49,7 +49,7 @@ class ConvUpdate(QwenAdapter):
         return y.mT, cache
 
 
-class L2Norm(QwenAdapter):
+class L2Norm(ModelAdapter):
     """`l2norm`, which squares in the inputs' dtype."""
 
     algorithm = "pointwise"
@@ -65,7 +65,7 @@ class L2Norm(QwenAdapter):
         return y
 
 
-class GatedNorm(QwenAdapter):
+class GatedNorm(ModelAdapter):
     """`Qwen3NextRMSNormGated`: the normalised x is rounded to the inputs' dtype, weighted in that dtype, and gated in float32."""
 
     algorithm = "pointwise"
