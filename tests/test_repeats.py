@@ -50,6 +50,14 @@ def explained(worker: Any, folder: pathlib.Path, found: str = FOUND, outcome: Ou
     return explain_repeating(Run.parse(found), outcome, worker, Store(folder), NO_DEFECTS, threading.Event())
 
 
+@pytest.mark.parametrize(("device", "limit"), [("", "60 s of CPU time"), ("device=cuda ", "30 s of CPU time")])
+def test_shrinking_has_half_the_time_on_a_gpu(tmp_path: pathlib.Path, device: str, limit: str) -> None:
+    long = Outcome(Verdict.BROKEN, WRONG.findings, cpu_s=14.0)
+    found = FOUND.replace("lengths=", f"{device}lengths=")
+    told = explained(Processes(lambda run, before, process: long), tmp_path, found, long)
+    assert told.small.limit == limit
+
+
 def test_a_failure_that_repeats_costs_one_new_process(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: WRONG if run.example.case.tokens > 7 else RIGHT)
     told = explained(worker, tmp_path)

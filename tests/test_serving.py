@@ -202,7 +202,7 @@ def test_a_library_that_is_not_there_is_one_line_of_its_adapter(orchard: pathlib
     with pytest.raises(AdapterError) as error:
         load(f"{tmp_path / 'mine.py'}:Mine")
     assert str(error.value).endswith(
-        "Unavailable: there is no orchard: run `gdn-verify fetch orchard`, or pip install --no-deps 'orchard-dist==1.2.3', "
+        ": there is no orchard: run `gdn-verify fetch orchard`, or pip install --no-deps 'orchard-dist==1.2.3', "
         "or name a folder that holds its package with --path"
     )
     assert packages.installed("orchard-dist") is None

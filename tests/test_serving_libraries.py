@@ -159,7 +159,7 @@ def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(check: Ch
     code, out, err = check()
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert "Unavailable: there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
+    assert ": there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
 
 
 def assert_decodes(answer: dict[str, Any], o: float = 1e-6) -> None:

@@ -21,6 +21,7 @@ from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0  # the most runs of shrinking, and CPU seconds of the worker: a busy machine changes neither
+ON_GPU = 1 / 2  # of these CPU seconds: on a GPU most cases take milliseconds, and a whole check takes three minutes
 SPARE = 1 / 8  # of these, as much more for the neighbours of the smallest case, also if shrinking ended at its limit
 WALL = 5  # kernels that wait or are compiled take little CPU time: shrinking ends after so many times SHRINK_S in any case
 LOST_S, FRESH_S = 2.0, 1.0  # what the end of a worker counts in a run, and what a new process counts
@@ -30,6 +31,11 @@ FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 PATHS = ("packed",)  # those of them that decide about the path
 SHAPES = {"lengths", "trace"}  # words by which a case gets shorter
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
+
+
+def limit_s(run: Run) -> float:
+    """The CPU seconds that shrinking a run may take, and then the seconds that looking for declarations may take."""
+    return SHRINK_S if run.device == "cpu" else SHRINK_S * ON_GPU
 
 
 def would_hold(
@@ -133,7 +139,7 @@ def explain_repeating(
     afresh = not confirmed and not stopped.is_set() and not fails(run, fresh=False)
     if afresh and not fails(run, fresh=True):
         return whole
-    small, best = explain(run.the_law, run, outcome, worker, store, defects, stopped, domain=domain, afresh=afresh)
+    small, best = explain(run.the_law, run, outcome, worker, store, defects, stopped, limit_s(run), domain, afresh=afresh)
     smallest = Explained(dataclasses.replace(run, example=small.example), best, small, AFRESH if afresh else YES)
     if confirmed or afresh:
         return smallest
@@ -191,7 +197,7 @@ def explain(
     store: Store,
     defects: KnownDefects,
     stopped: threading.Event,
-    limit_s: float = SHRINK_S,
+    most_s: float = SHRINK_S,
     domain: Any = None,
     *,
     afresh: bool = False,
@@ -201,7 +207,7 @@ def explain(
     We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
     Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
-    in at most `limit_s` CPU seconds of the worker. If the found case hangs, no run begins whose deadline is later than that: with
+    in at most `most_s` CPU seconds of the worker. If the found case hangs, no run begins whose deadline is later than that: with
     the default deadline of 120 s, a hang is not shrunk. With `afresh`, each run has a new process.
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
@@ -219,7 +225,7 @@ def explain(
     are no simpler but tell what the failure needs, in a few runs that are kept for this.
     """
     waits_s = worker.deadline_s if outcome.kind is FailureKind.HUNG else 0.0
-    budget = Budget(SHRINK_RUNS, limit_s, worker.deadline_s, stopped)
+    budget = Budget(SHRINK_RUNS, most_s, worker.deadline_s, stopped)
     fresh = afresh or run.the_law.of_process
     outcomes = {run.example: outcome}
     current = run.example  # the smallest one so far

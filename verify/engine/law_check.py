@@ -17,7 +17,7 @@ from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, mos
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches, of_law, seeded
-from verify.engine.explaining import SHRINK_S, YES, explain_repeating, would_hold
+from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.execution.judging import faulted
@@ -413,7 +413,7 @@ class LawCheck:
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
         self._keep(smallest, best, "shrunk")
         if again and isinstance(worker, Worker):
-            end = time.monotonic() + SHRINK_S
+            end = time.monotonic() + limit_s(run)
 
             def more() -> bool:
                 return not common.over and time.monotonic() < end
