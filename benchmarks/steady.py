@@ -26,7 +26,8 @@ from properties.books import book_of
 from properties.palette import real_case
 from properties.strategies import Example
 from verify.engine.asking import ask_all, describe, most_at_once, of_one_key
-from verify.engine.compile_plan import COMPILE_S, Compilers, Plan
+from verify.engine.compile_plan import Plan
+from verify.engine.compilers import COMPILE_S, Compilers
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.store import Store

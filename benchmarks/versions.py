@@ -122,11 +122,12 @@ def result(line: str) -> list[Any]:
     """Verdict, errors over tolerances, and a digest of every tensor that is compared, when a line runs here."""
     from verify.execution import judging
     from verify.execution.execute import execute
+    from verify.execution.judge import judge
     from verify.execution.run import Run
     from verify.interpreter import install
 
     install()
-    digest, judge = hashlib.sha256(), judging.judge
+    digest = hashlib.sha256()
 
     def noted(pairs: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         for pair in pairs:
