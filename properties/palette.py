@@ -44,7 +44,7 @@ SIZE = 12
 SAMPLES = 24  # examples of each law that are drawn to see which keys it needs
 LEAST = 2  # least number of entries that suit each law and variant
 FEW = 3  # entries for each law but the oracle's: 768 cases of fla/chunk then compile 411 kernels instead of 522
-# Wider keys, by `compile_cost`, compile for a minute. It is that of keys and values of 128 channels in float32.
+# Wider keys, by `compile_cost`, compile for a minute. It is the cost of 128 key and value channels in float32.
 WIDE = 2**15
 # Words of which a key has only whether the value differs from this one.
 ABSENT = {"state": "none", "fresh": "none", "accepted": "all"}
@@ -96,17 +96,19 @@ class Palette:
         """Return the example with the key of an entry, or None if no entry suits.
 
         An entry does not suit if the example would be outside the domain or the law would not apply to it. The oracle's law uses
-        all entries; other laws use the first three that suit an example, in an order of their own. In that of truth laws, wide
-        entries come last, because these laws launch kernels of their own. The choice depends only on a hash of the seed, the law's
-        name and the example.
+        all entries; other laws use the first three that suit an example, in an order of their own. Truth laws launch kernels of
+        their own, so three of four use a wide entry only if no other suits; the seed says which. The choice depends only on a hash
+        of the seed, the law's name and the example.
         """
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
         most = len(self.entries) if law.name == "oracle" else FEW
-        late = [law.kind == "truth" and compile_cost(entry) > WIDE for entry in self.entries]
-        order = sorted(range(len(self.entries)), key=lambda index: (late[index], number_of(self.seed, law.name, index)))
-        suited = (self._with_key(law, domain, example, index, number) for index in order)
-        first = list(itertools.islice((fitted for fitted in suited if fitted is not None), most))
-        return first[number_of(number) % len(first)] if first else None
+        narrow = law.kind == "truth" and law.name != "oracle" and number_of(self.seed, law.name, "wide") % 4 > 0
+        wide = [narrow and compile_cost(entry) > WIDE for entry in self.entries]
+        order = sorted(range(len(self.entries)), key=lambda index: (wide[index], number_of(self.seed, law.name, index)))
+        suited = ((wide[index], self._with_key(law, domain, example, index, number)) for index in order)
+        first = list(itertools.islice((pair for pair in suited if pair[1] is not None), most))
+        chosen = [fitted for late, fitted in first if late is first[0][0]]
+        return chosen[number_of(number) % len(chosen)] if chosen else None
 
     def _with_key(self, law: Law, domain: Any, example: Example, index: int, number: int) -> Example | None:
         entry = self.entries[index]

@@ -422,3 +422,12 @@ def test_a_case_without_a_state_has_no_dtype_of_states() -> None:
     start = Example(Case((3,), left_out="both", beta="one", state="random", state_dtype="bf16"))
     shrunk = shrink(start, LAWS["oracle"], lambda example: example.case.without_beta, lambda runs: runs < 200)
     assert str(shrunk.example.case) == "lengths=0 key_dim=1 value_dim=1 beta=one left_out=beta backward=no"
+
+
+@pytest.mark.parametrize(("device", "odd"), [("cpu", True), ("cuda", False)])
+def test_the_law_pure_needs_no_kernels_of_its_own_on_a_gpu(device: str, *, odd: bool) -> None:
+    bench: Any = Watched(OneState.domain)
+    bench.device = device
+    assert [*common_laws.pure(bench, Example(Case.parse("lengths=5")))]
+    (inputs,) = bench.seen
+    assert {inputs[name].storage_offset() % 16 > 0 for name in ("q", "k", "v", "g", "beta")} == {odd}

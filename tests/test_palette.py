@@ -543,21 +543,20 @@ def test_law_uses_three_of_the_entries_that_suit_and_another_law_other_ones() ->
     assert len(used["pure"] | used["memory"] | used["strides"]) > palette.FEW
 
 
-def test_truth_laws_use_wide_entries_only_if_too_few_others_suit() -> None:
-    """The oracle's law and exact laws use them like any other: they launch the oracle's kernels."""
-    narrow = [Case((5,), key_dim=width) for width in (16, 128, 48)]
-    wide = [Case((5,), key_dim=256, value_dim=value) for value in (160, 192, 256)]
-    assert palette.compile_cost(narrow[1]) <= palette.WIDE < palette.compile_cost(wide[0])
+def test_most_truth_laws_use_wide_entries_only_if_no_other_suits() -> None:
+    """Which ones do depends on the seed. Exact laws launch the kernels of the oracle's law, and use wide entries like others."""
+    wide = tuple(Case((5,), key_dim=256, value_dim=value) for value in (160, 192, 256))
+    assert palette.compile_cost(Case((5,), key_dim=128, value_dim=128)) <= palette.WIDE < palette.compile_cost(wide[0])
 
-    def used(law: str, entries: list[Case]) -> set[int]:
-        examples = [Example(Case((9,), seed=seed), variant=(LAWS[law].variants or (None,))[0]) for seed in range(200)]
-        fitted = [Palette(8, tuple(entries)).fit(LAWS[law], EVERY, example) for example in examples]
-        return {one.case.key_dim for one in fitted if one is not None}
+    def uses_wide(law: str, seed: int, entries: tuple[Case, ...]) -> bool:
+        examples = [Example(Case((9,), seed=number), variant=(LAWS[law].variants or (None,))[0]) for number in range(20)]
+        fitted = [Palette(seed, entries).fit(LAWS[law], EVERY, example) for example in examples]
+        return any(one is not None and one.case.key_dim == 256 for one in fitted)
 
-    assert used("strides", [*wide, *narrow]) == {16, 128, 48}
-    assert used("strides", [*wide, *narrow[1:]]) == {128, 48, 256}
-    for law in ("oracle", "pure"):
-        assert 256 in used(law, [*wide, *narrow])
+    both = (*wide, Case((5,), key_dim=128))
+    assert 4 <= sum(uses_wide("strides", seed, both) for seed in range(32)) <= 14
+    assert all(uses_wide(law, seed, both) for law in ("oracle", "pure") for seed in range(4))
+    assert all(uses_wide("strides", seed, wide) for seed in range(4))
 
 
 def test_example_that_no_entry_suits_is_none() -> None:
