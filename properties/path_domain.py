@@ -54,8 +54,9 @@ class PathDomain:
     Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
     HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
     `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
-    shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is
-    the least number of tokens in each piece that a CP rank holds.
+    shards are. `saves` says that it writes a checkpoint that ranks of another mesh load. `steps` says that its own training step
+    adds the gradients of parameters over the ranks. `refills` says that a caller may put other offsets into a `cu_seqlens` that an
+    earlier call had. `least_piece` is the least number of tokens in each piece that a CP rank holds.
     `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
     the chunk of the adapter.
 
@@ -91,6 +92,8 @@ class PathDomain:
     counts: bool = True
     refuses: bool = True
     checkpoints: bool = True
+    saves: bool = False
+    steps: bool = False
     deterministic: bool = True
     backward: bool = True
     refills: bool = True

@@ -18,7 +18,8 @@ from oracles.operation import Inputs
 from properties.cases.path_case import ParallelCase
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
-from verify.adapters import fla_parallel, megatron
+from tests import wrong_megatron
+from verify.adapters import fla_parallel, megatron, megatron_training
 from verify.adapters.base import PathAdapter
 from verify.adapters.loader import AdapterError, load
 from verify.cli.fetch_command import FetchError, fetch, manifest_in
@@ -133,6 +134,8 @@ GDR, KDA, CONV = (
 FUSED = "qk_norm=combined thd_all_to_all=fused"
 FLA, TORCH = f"conv=fla rule=fla {FUSED}", FUSED
 LAYER = "key_dim=4 value_dim=8 heads=2 value_heads=4"
+TRAINED = f"adapter=megatron/training {LAYER} {FLA}"
+TRAINED_IN_TORCH = f"adapter=megatron/training_deterministic {LAYER} {TORCH}"
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +224,42 @@ def test_megatron_holds(megatrons: RankGroup, line: str) -> None:
 )
 def test_laws_see_what_is_said_wrong_of_megatron(megatrons: RankGroup, kind: type, line: str, output: str) -> None:
     broken(megatrons, f"{line} adapter={spec_of(kind)} {LAYER}", output)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"law=parallel {TRAINED} cp=2 packed=yes padding=more lengths=3+5 dtype=bf16 conv_bias=yes",
+        f"law=parallel {TRAINED_IN_TORCH} tp=2 sp=yes lengths=4+4",
+        f"law=reshard variant=1x2 {TRAINED_IN_TORCH} tp=2 lengths=8 conv_bias=yes",
+        f"law=reshard variant=2x1 {TRAINED_IN_TORCH} cp=2 lengths=8",
+        f"law=earlier variant=alone {TRAINED_IN_TORCH} tp=2 sp=yes lengths=8",
+        f"law=repeats {TRAINED_IN_TORCH} cp=2 lengths=8 deterministic=yes",
+    ],
+)
+def test_megatrons_training_holds(megatrons: RankGroup, line: str) -> None:
+    holds(megatrons, line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "output"),
+    [
+        (wrong_megatron.SliceAsTheWhole, "law=reshard variant=2x1 tp=2 lengths=8", "A_log loaded by tp rank 1, cp rank 0 of 2x1"),
+        (
+            wrong_megatron.CutEvenly,
+            "law=reshard variant=1x1 tp=2 lengths=8",
+            "in_proj.weight loaded by tp rank 0, cp rank 0 of 1x1",
+        ),
+        (wrong_megatron.NormNotAdded, "law=parallel tp=2 sp=yes lengths=8", "dnorm"),
+        (wrong_megatron.AddedTwice, "law=parallel cp=2 lengths=8", "dA_log"),
+        (wrong_megatron.OffsetsDivided, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
+        (wrong_megatron.UndoneInTheWrongOrder, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
+    ],
+)
+def test_laws_see_what_is_wrong_around_megatrons_layer(megatrons: RankGroup, kind: type, line: str, output: str) -> None:
+    deterministic = issubclass(kind, megatron_training.MegatronTrainingDeterministic)
+    spec = f"{wrong_megatron.__file__}:{kind.__name__}"
+    broken(megatrons, f"{line} adapter={spec} {LAYER} {TORCH if deterministic else FLA}", output)
 
 
 @pytest.mark.usefixtures("megatrons")

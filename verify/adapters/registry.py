@@ -60,6 +60,8 @@ PATHS = {
     "fla/conv_cp": "verify.adapters.fla_parallel:ConvCP",
     "megatron/layer": "verify.adapters.megatron:MegatronLayer",
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
+    "megatron/training": "verify.adapters.megatron_training:MegatronTraining",
+    "megatron/training_deterministic": "verify.adapters.megatron_training:MegatronTrainingDeterministic",
     "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
 }
 POOLS = {
