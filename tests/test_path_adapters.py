@@ -231,6 +231,7 @@ def test_laws_see_what_is_said_wrong_of_megatron(megatrons: RankGroup, kind: typ
     [
         f"law=parallel {TRAINED} cp=2 packed=yes padding=more lengths=3+5 dtype=bf16 conv_bias=yes",
         f"law=parallel {TRAINED_IN_TORCH} tp=2 sp=yes lengths=4+4",
+        f"law=parallel {TRAINED_IN_TORCH} cp=2 lengths=8 recompute=yes",
         f"law=reshard variant=1x2 {TRAINED_IN_TORCH} tp=2 lengths=8 conv_bias=yes",
         f"law=reshard variant=2x1 {TRAINED_IN_TORCH} cp=2 lengths=8",
         f"law=earlier variant=alone {TRAINED_IN_TORCH} tp=2 sp=yes lengths=8",
@@ -252,6 +253,7 @@ def test_megatrons_training_holds(megatrons: RankGroup, line: str) -> None:
         ),
         (wrong_megatron.NormNotAdded, "law=parallel tp=2 sp=yes lengths=8", "dnorm"),
         (wrong_megatron.AddedTwice, "law=parallel cp=2 lengths=8", "dA_log"),
+        (wrong_megatron.NotRecomputed, "law=parallel tp=2 sp=yes lengths=8 recompute=yes", "dout_proj"),
         (wrong_megatron.OffsetsDivided, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
         (wrong_megatron.UndoneInTheWrongOrder, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
     ],

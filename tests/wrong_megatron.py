@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oracles.operation import Inputs
-from verify.adapters import megatron
+from verify.adapters import megatron, megatron_training
 from verify.adapters.megatron_training import MegatronTraining, MegatronTrainingDeterministic
 from verify.ranks.collectives import Place
 
@@ -75,6 +75,21 @@ class AddedTwice(MegatronTrainingDeterministic):
             dist.all_reduce(model[0].module.A_log.main_grad, group=pg_collection.dp_cp)
 
         self.training.finalize_model_grads = wrong
+
+
+class NotRecomputed(MegatronTrainingDeterministic):
+    """On several TP ranks, what backward computes again does not reach the output projection, which reads zeros."""
+
+    def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
+        if place.tp.size == 1:
+            return super().step(x, dy, place)
+        with unittest.mock.patch.object(megatron_training, "_refill", _zeros):
+            return super().step(x, dy, place)
+
+
+def _zeros(output: Tensor, recomputed: Tensor) -> None:
+    output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())
+    output.data.zero_()
 
 
 class _OtherFunction(MegatronTraining):

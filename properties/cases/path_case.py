@@ -96,6 +96,7 @@ class ParallelCase(Line):
     thd_all_to_all: str = "per_sequence"
     rule: str = "torch"
     deterministic: bool = False
+    recompute: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -117,8 +117,8 @@ class PathAdapter(Implementation):
 
         - gdn_layer returns y [tokens, B, D]. x has hidden [tokens, B, D] with this rank's tokens in the case's layout (B = 1 if
           packed), and `parameters`: this rank's shards at rest, by their names in oracles/sharding.py. x also has layer (its
-          widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, and the choices of
-          the case.
+          widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, recompute, and the
+          choices of the case.
         - A rule returns o [1, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
           the layout and cu_seqlens of the whole call.
         - causal_conv1d returns y, with this rank's tokens of x on axis 1.

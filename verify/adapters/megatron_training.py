@@ -13,10 +13,12 @@ What `megatron/layer` replaces is Megatron's own here, so the ranks have to be p
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 import types
 import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,7 +62,14 @@ TRAINING = {
     "_unwrap_pyt_sharded_tensor": "megatron.core.dist_checkpointing.strategies.torch",
 }
 ORDER = "cp-tp-ep-dp-pp"  # CP is the inner axis, as in `Mesh.ranks`
-_MORE: dict[str, Any] = {"processes": True, "ranks": 4, "steps": True, "saves": True, "refills": False}
+# The only activations of the module that Megatron can compute again, those between the rule and the output projection.
+RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["gdn_norm_out"],
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 1,
+}
+_MORE: dict[str, Any] = {"processes": True, "ranks": 4, "steps": True, "saves": True, "recomputes": True, "refills": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,8 @@ class MegatronTraining(MegatronLayer):
         super().__init__()
         self.training = types.SimpleNamespace(**{name: found(module, name) for name, module in TRAINING.items()})
         self.state = found("megatron.core", "parallel_state")
+        self.random = found("megatron.core.tensor_parallel", "random")
+        self.domain = dataclasses.replace(self.domain, recomputes=hasattr(self.megatron.GatedDeltaNet, "_gated_norm_and_a2a"))
 
     def parts(self) -> dict[str, type]:
         projections = self.training
@@ -95,15 +106,16 @@ class MegatronTraining(MegatronLayer):
         vars(self.state).update(_GROUPS[mesh].state)
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        y: Tensor
-        y, _ = self._module(x, place)(x.hidden, None, **self.more_arguments(x))
+        with self._without_gpu(x.hidden.device):
+            y: Tensor
+            y, _ = self._module(x, place)(x.hidden, None, **self.more_arguments(x))
         return y
 
     def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
         m, module, groups = self.training, self._module(x, place), _groups(place).collection
         hidden = x.hidden.detach().requires_grad_()
         settings = m.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        with _streams(x.hidden.device):
+        with self._without_gpu(x.hidden.device):
             model = m.DistributedDataParallel(module.config, settings, module, pg_collection=groups)
             y: Tensor
             y, _ = model(hidden, None, **self.more_arguments(x))
@@ -113,7 +125,8 @@ class MegatronTraining(MegatronLayer):
         return y, {"hidden": hidden.grad, **_by_our_names(gradients)}
 
     def _module(self, x: Inputs, place: Place) -> nn.Module:
-        module = self.module(_groups(place).collection, **settings(x), calculate_per_token_loss=True)
+        more = RECOMPUTE if x.recompute else {}
+        module = self.module(_groups(place).collection, **settings(x), **more, calculate_per_token_loss=True)
         _fill(module, renamed(x.parameters))
         return module
 
@@ -161,6 +174,26 @@ class MegatronTraining(MegatronLayer):
         loaded = m._replace_sharded_keys_with_state_dict_keys(tensors, flat, renames)
         whole = m.apply_factory_merges(loaded, merges)
         return _by_our_names(whole)
+
+    @contextlib.contextmanager
+    def _without_gpu(self, device: torch.device) -> Iterator[None]:
+        """On a CPU, replace what Megatron does with a GPU around the layer: streams, a GPU's random numbers, a storage.
+
+        It asks for the current stream, in which it then has nothing to wait for. Its C++ function that shares a storage is compiled
+        at the first call, which takes half a minute.
+        """
+        replaced = [(torch.cuda, "current_stream", lambda: None), (torch.cuda.random, "get_rng_state", _no_state)]
+        if self.domain.recomputes:
+            replaced.append((self.random, "_get_share_storage", lambda: _refill))
+        with contextlib.ExitStack() as stack:
+            for place, name, function in replaced if device.type == "cpu" else ():
+                stack.enter_context(unittest.mock.patch.object(place, name, function))
+            if self.domain.recomputes and not self.random.HAVE_TE:
+                # Megatron takes fp8=False for fp8, which needs Transformer Engine, and None for no fp8.
+                tensor_parallel = found("megatron.core", "tensor_parallel")
+                plain = functools.partial(self.random.CheckpointWithoutOutput, fp8=None)
+                stack.enter_context(unittest.mock.patch.object(tensor_parallel, "CheckpointWithoutOutput", plain))
+            yield
 
     def _alone(self) -> _Groups:
         """One group of this process alone in place of every group."""
@@ -227,11 +260,15 @@ def _by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {names.get(name, name): x.squeeze(1) if name == "conv1d.weight" else x for name, x in tensors.items()}
 
 
-def _streams(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a CPU, give Megatron None for the current stream. It asks for the stream, in which it then has nothing to wait for."""
-    if device.type == "cuda":
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(torch.cuda, "current_stream", return_value=None)
+def _no_state(**_: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _refill(output: Tensor, recomputed: Tensor) -> None:
+    """Give an output that was discarded the numbers that were computed again."""
+    numbers, storage = recomputed.untyped_storage(), output.untyped_storage()
+    storage.resize_(numbers.nbytes())
+    storage.copy_(numbers)
 
 
 def _share(folder: str, everyone: Any) -> None:

@@ -226,7 +226,7 @@ class RankBench(Timed):
         real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
         arguments |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
         if case.operation == "gdn_layer":
-            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
+            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic", "recompute")}
             arguments["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
         return Inputs(**arguments)
 
