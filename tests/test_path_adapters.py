@@ -3,6 +3,7 @@
 Megatron-LM's are of the release that `gdn-verify fetch megatron` downloads. MEGATRON_PATH names other files, as --path does.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -346,9 +347,9 @@ def release(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr("verify.adapters.loader.installed", lambda name: "9.0")
     megatron._modules.cache_clear()
 
-    def make(names: Sequence[str], others: Mapping[str, str] = OTHERS) -> None:
+    def make(names: Sequence[str], others: Mapping[str, str] = OTHERS, package: str = "") -> None:
         core = pathlib.Path(megatron.LIBRARY.fetched, "megatron", "core")
-        for file, text in {**others, "ssm/gated_delta_net": "\n".join(f"{name} = None" for name in names)}.items():
+        for file, text in {**others, f"ssm/gated_delta_net{package}": "\n".join(f"{name} = None" for name in names)}.items():
             (core / file).parent.mkdir(parents=True, exist_ok=True)
             (core / f"{file}.py").write_text(text)
 
@@ -378,6 +379,42 @@ def test_an_adapter_promises_what_its_release_has(
     outside = domain.outside(ParallelCase((8, 8), cp=2, heads=2, value_heads=2))
     assert (outside == "cp=2: context parallelism is not supported") is not cp
     assert megatron.LIBRARY.release() == "0.19.2"
+
+
+TRAINING = {
+    **OTHERS,
+    "parallel_state": "",
+    "tensor_parallel/random": "",
+    "tensor_parallel/__init__": "ColumnParallelLinear = RowParallelLinear = None",
+    "distributed": "DistributedDataParallel = DistributedDataParallelConfig = finalize_model_grads = None",
+    "dist_checkpointing/__init__": "",
+    "dist_checkpointing/mapping": "apply_factories = apply_factory_merges = ShardedObject = ShardedTensorFactory = None",
+    "dist_checkpointing/strategies/__init__": "",
+    "dist_checkpointing/strategies/torch": "\n".join(
+        f"{name} = None" for name, module in megatron_training.TRAINING.items() if module.endswith("strategies.torch")
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "recomputes"),
+    [("GatedDeltaNet = None", False), ("class GatedDeltaNet:\n    def _gated_norm_and_a2a(self): pass", True)],
+)
+def test_what_a_release_cannot_recompute_is_outside_the_domain(
+    release: Callable[..., None], layer: str, *, recomputes: bool
+) -> None:
+    release(NAMES["0.19.2"], {**TRAINING, "ssm/gated_delta_net/gdn": layer, "ssm/gated_delta_net/common": ""}, "/__init__")
+    domain = load("megatron/training").domain
+    assert isinstance(domain, PathDomain)
+    assert (domain.recomputes, domain.steps, domain.saves) == (recomputes, True, True)
+    outside = domain.outside(dataclasses.replace(ParallelCase.parse(f"{FLA} tp=2 heads=2 value_heads=2 lengths=8"), recompute=True))
+    assert outside == (None if recomputes else "recompute=yes is not supported")
+
+
+def test_a_megatron_without_what_training_needs_is_refused_in_one_line(release: Callable[..., None]) -> None:
+    release(NAMES["0.19.2"], {**TRAINING, "distributed": "DistributedDataParallel = DistributedDataParallelConfig = None"})
+    with pytest.raises(AdapterError, match=r"there is no megatron\.core\.distributed\.finalize_model_grads, neither in"):
+        load("megatron/training")
 
 
 @pytest.mark.parametrize(

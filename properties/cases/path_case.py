@@ -67,7 +67,10 @@ class ParallelCase(Line):
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", *CHOICES)
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", "recompute"),
+        *CHOICES,
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
 
     lengths: tuple[int, ...]

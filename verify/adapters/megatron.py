@@ -323,9 +323,9 @@ def _modules() -> types.SimpleNamespace:
     if importlib.util.find_spec("megatron") is None and (folder := LIBRARY.folder()) is not None:
         sys.path.append(folder)
     if not torch.cuda.is_available():
-        _import("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
+        imported("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
         torch.cuda.current_device = functools.partial(torch.device, "cpu")  # type: ignore[assignment]  # it only raises here
-    _import(PLACES[0])
+    imported(PLACES[0])
     places = [importlib.import_module(place) for place in PLACES if _exists(place)]
     names = {name: getattr(place, name) for place in places for name in (*WANTED, *OPTIONAL) if hasattr(place, name)}
     if lacking := [name for name in WANTED if name not in names]:
@@ -336,8 +336,8 @@ def _modules() -> types.SimpleNamespace:
         ("megatron.core.transformer", "TransformerConfig"),
     ):
         names[name] = found(module, name)
-    mappings = _import("megatron.core.tensor_parallel.mappings")
-    for module in (mappings, _import("megatron.core.ssm.mamba_context_parallel")):
+    mappings = imported("megatron.core.tensor_parallel.mappings")
+    for module in (mappings, imported("megatron.core.ssm.mamba_context_parallel")):
         if hasattr(module, "all_to_all"):
             module.all_to_all = functools.partial(_all_to_all, module.all_to_all)
     mappings.get_tensor_model_parallel_group_if_none = functools.partial(_same, mappings.get_tensor_model_parallel_group_if_none)
@@ -357,13 +357,14 @@ def _exists(module: str) -> bool:
 
 def found(module: str, name: str) -> Any:
     """What Megatron calls `name` in `module`. ImportError, in one line, if it has no such module or name."""
-    place = _import(module)
+    place = imported(module)
     if not hasattr(place, name):
         raise ImportError(_missing(f"{module}.{name}"))
     return getattr(place, name)
 
 
-def _import(module: str) -> Any:
+def imported(module: str) -> Any:
+    """A module of Megatron. ImportError, in one line, if there is none."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -9,6 +9,8 @@ What `megatron/layer` replaces is Megatron's own here, so the ranks have to be p
   the number of ranks, as for a loss that is divided by the number of tokens at the end.
 - Checkpoints are those of `sharded_state_dict`, saved and loaded by torch.distributed.checkpoint. Every process gets all files of a
   checkpoint, since ranks may be on several hosts without a file system in common.
+
+On a CPU, `_without_gpu` replaces what Megatron asks a GPU for: streams, random numbers, and the storage of recomputed activations.
 """
 
 import contextlib
@@ -40,6 +42,7 @@ from verify.adapters.megatron import (
     MegatronLayer,
     OutNorm,
     found,
+    imported,
     renamed,
     settings,
 )
@@ -90,8 +93,8 @@ class MegatronTraining(MegatronLayer):
     def __init__(self) -> None:
         super().__init__()
         self.training = types.SimpleNamespace(**{name: found(module, name) for name, module in TRAINING.items()})
-        self.state = found("megatron.core", "parallel_state")
-        self.random = found("megatron.core.tensor_parallel", "random")
+        self.state = imported("megatron.core.parallel_state")
+        self.random = imported("megatron.core.tensor_parallel.random")
         self.domain = dataclasses.replace(self.domain, recomputes=hasattr(self.megatron.GatedDeltaNet, "_gated_norm_and_a2a"))
 
     def parts(self) -> dict[str, type]:
@@ -190,7 +193,7 @@ class MegatronTraining(MegatronLayer):
                 stack.enter_context(unittest.mock.patch.object(place, name, function))
             if self.domain.recomputes and not self.random.HAVE_TE:
                 # Megatron takes fp8=False for fp8, which needs Transformer Engine, and None for no fp8.
-                tensor_parallel = found("megatron.core", "tensor_parallel")
+                tensor_parallel = imported("megatron.core.tensor_parallel")
                 plain = functools.partial(self.random.CheckpointWithoutOutput, fp8=None)
                 stack.enter_context(unittest.mock.patch.object(tensor_parallel, "CheckpointWithoutOutput", plain))
             yield
