@@ -38,7 +38,7 @@ HERE = pathlib.Path(__file__).resolve()
 
 
 @functools.cache
-def _megatron() -> str:
+def find_megatron() -> str:
     """Puts Megatron-LM's files on sys.path. Returns why that cannot be done, or nothing.
 
     They are those under MEGATRON_PATH, or the newest release that adapters were tried with. That one is downloaded once a machine
@@ -60,7 +60,7 @@ def _megatron() -> str:
 @pytest.fixture(scope="module")
 def megatrons() -> Iterator[RankGroup]:
     """Two ranks that find Megatron-LM."""
-    if reason := _megatron():
+    if reason := find_megatron():
         pytest.skip(reason)
     with RankGroup(2, deadline_s=120.0) as group:
         yield group
