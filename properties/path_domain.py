@@ -54,8 +54,10 @@ class PathDomain:
     Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
     HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
     `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
-    shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is
-    the least number of tokens in each piece that a CP rank holds.
+    shards are. `saves` says that it writes a checkpoint that ranks of another mesh load. `steps` says that its own training step
+    adds the gradients of parameters over the ranks. `recomputes` says that it can compute activations again in backward. `refills`
+    says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is the least number of
+    tokens in each piece that a CP rank holds.
     `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
     the chunk of the adapter.
 
@@ -91,6 +93,9 @@ class PathDomain:
     counts: bool = True
     refuses: bool = True
     checkpoints: bool = True
+    saves: bool = False
+    steps: bool = False
+    recomputes: bool = False
     deterministic: bool = True
     backward: bool = True
     refills: bool = True
@@ -157,6 +162,7 @@ class PathDomain:
             (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
             (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
+            (self.recomputes or not case.recompute, "recompute=yes is not supported"),
             (
                 not self.forms or not _compiles(case) or form_of(case) in self.forms,
                 "its kernels are compiled for another form than those that this check draws",
@@ -324,6 +330,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
         offsets=field("offsets", domain.offsets) if packed else "int64",
         backward=domain.backward and field("backward", (True,)),
         deterministic=domain.deterministic and field("deterministic", (False, True)),
+        recompute=domain.recomputes and field("recompute", (False, True)),
         seed=chance.randrange(2**16),
         **values,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oracles import parallel, sharding
 from oracles.bound import Bound
+from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
@@ -81,6 +82,9 @@ class PathBench(Protocol):
 
     def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
         """Return the parameters of `rank` after it loaded the shards."""
+
+    def resharded(self, whole: Results, mesh: Mesh) -> dict[Rank, Results]:
+        """Return what each rank of `mesh` loads from a checkpoint that the ranks save from their parts of the parameters."""
 
 
 def _call(case: ParallelCase) -> tuple[Inputs, Cotangents]:
@@ -223,6 +227,11 @@ def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
         for name, about in sharding.parameters(layer).items()
         if case.conv_bias or name != "conv.bias"
     }
+    if bench.domain.saves:
+        for rank, loaded in bench.resharded(whole, mesh).items():
+            yield from _loaded(layer, whole, rank, loaded)
+    if not bench.domain.checkpoints:
+        return
     rank_shards = {rank: bench.shards(whole, rank) for rank in bench.rank.mesh.ranks()}
     for name, x in whole.items():
         wanted = {rank: sharding.shard(layer, name, x, rank, AT_REST) for rank in rank_shards}
@@ -234,9 +243,16 @@ def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
         for name, x in whole.items()
     }
     for index, rank in enumerate(ranks):
-        for name, x in bench.loaded({name: shards[index] for name, shards in moved.items()}, rank).items():
-            want = sharding.shard(layer, name, whole[name], rank, AT_REST).value
-            yield f"{name} loaded by tp rank {rank.tp}, cp rank {rank.cp} of {example.variant}", x.to(want.dtype), want
+        loaded = bench.loaded({name: shards[index] for name, shards in moved.items()}, rank)
+        yield from _loaded(layer, whole, rank, loaded)
+
+
+def _loaded(layer: Layer, whole: Results, rank: Rank, loaded: Results) -> Iterator[Pair]:
+    """Every parameter that a rank of another mesh has loaded is this rank's part of the whole, bit for bit."""
+    for name, x in whole.items():
+        want = sharding.shard(layer, name, x, rank, AT_REST).value
+        what = f"{name} loaded by tp rank {rank.tp}, cp rank {rank.cp} of {rank.mesh.tp}x{rank.mesh.cp}"
+        yield what, loaded[name].to(want.dtype), want
 
 
 def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -517,7 +533,7 @@ PATH_LAWS: dict[str, Law] = {
                 lambda case: [mesh for mesh in MESHES if _divides(case, mesh) is None],
             ),
             _reshard,
-            _needs_layer(checkpoints=True),
+            lambda domain: _needs_layer(**({} if domain.saves else {"checkpoints": True}))(domain),
             variants=MESHES,
             lacks=_divides,
         ),

@@ -61,6 +61,7 @@ SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
     **{name: values[:1] for name, values in CHOICES.items()},
     "layout": ("zigzag", "zigzag_batch"),
     "deterministic": (False,),
+    "recompute": (False,),
     "sp": (False,),
     "padding": ("none", "least"),
     "conv_bias": (False,),

@@ -3,6 +3,7 @@
 Megatron-LM's are of the release that `gdn-verify fetch megatron` downloads. MEGATRON_PATH names other files, as --path does.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -18,7 +19,8 @@ from oracles.operation import Inputs
 from properties.cases.path_case import ParallelCase
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
-from verify.adapters import fla_parallel, megatron
+from tests import wrong_megatron
+from verify.adapters import fla_parallel, megatron, megatron_training
 from verify.adapters.base import PathAdapter
 from verify.adapters.loader import AdapterError, load
 from verify.cli.fetch_command import FetchError, fetch, manifest_in
@@ -36,7 +38,7 @@ HERE = pathlib.Path(__file__).resolve()
 
 
 @functools.cache
-def _megatron() -> str:
+def find_megatron() -> str:
     """Puts Megatron-LM's files on sys.path. Returns why that cannot be done, or nothing.
 
     They are those under MEGATRON_PATH, or the newest release that adapters were tried with. That one is downloaded once a machine
@@ -58,7 +60,7 @@ def _megatron() -> str:
 @pytest.fixture(scope="module")
 def megatrons() -> Iterator[RankGroup]:
     """Two ranks that find Megatron-LM."""
-    if reason := _megatron():
+    if reason := find_megatron():
         pytest.skip(reason)
     with RankGroup(2, deadline_s=120.0) as group:
         yield group
@@ -133,6 +135,8 @@ GDR, KDA, CONV = (
 FUSED = "qk_norm=combined thd_all_to_all=fused"
 FLA, TORCH = f"conv=fla rule=fla {FUSED}", FUSED
 LAYER = "key_dim=4 value_dim=8 heads=2 value_heads=4"
+TRAINED = f"adapter=megatron/training {LAYER} {FLA}"
+TRAINED_IN_TORCH = f"adapter=megatron/training_deterministic {LAYER} {TORCH}"
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +227,44 @@ def test_laws_see_what_is_said_wrong_of_megatron(megatrons: RankGroup, kind: typ
     broken(megatrons, f"{line} adapter={spec_of(kind)} {LAYER}", output)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"law=parallel {TRAINED} cp=2 packed=yes padding=more lengths=3+5 dtype=bf16 conv_bias=yes",
+        f"law=parallel {TRAINED_IN_TORCH} tp=2 sp=yes lengths=4+4",
+        f"law=parallel {TRAINED_IN_TORCH} cp=2 lengths=8 recompute=yes",
+        f"law=reshard variant=1x2 {TRAINED_IN_TORCH} tp=2 lengths=8 conv_bias=yes",
+        f"law=reshard variant=2x1 {TRAINED_IN_TORCH} cp=2 lengths=8",
+        f"law=earlier variant=alone {TRAINED_IN_TORCH} tp=2 sp=yes lengths=8",
+        f"law=repeats {TRAINED_IN_TORCH} cp=2 lengths=8 deterministic=yes",
+    ],
+)
+def test_megatrons_training_holds(megatrons: RankGroup, line: str) -> None:
+    holds(megatrons, line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "output"),
+    [
+        (wrong_megatron.SliceAsTheWhole, "law=reshard variant=2x1 tp=2 lengths=8", "A_log loaded by tp rank 1, cp rank 0 of 2x1"),
+        (
+            wrong_megatron.CutEvenly,
+            "law=reshard variant=1x1 tp=2 lengths=8",
+            "in_proj.weight loaded by tp rank 0, cp rank 0 of 1x1",
+        ),
+        (wrong_megatron.NormNotAdded, "law=parallel tp=2 sp=yes lengths=8", "dnorm"),
+        (wrong_megatron.AddedTwice, "law=parallel cp=2 lengths=8", "dA_log"),
+        (wrong_megatron.NotRecomputed, "law=parallel tp=2 sp=yes lengths=8 recompute=yes", "dout_proj"),
+        (wrong_megatron.OffsetsDivided, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
+        (wrong_megatron.UndoneInTheWrongOrder, "law=parallel cp=2 packed=yes lengths=4+8", "y"),
+    ],
+)
+def test_laws_see_what_is_wrong_around_megatrons_layer(megatrons: RankGroup, kind: type, line: str, output: str) -> None:
+    deterministic = issubclass(kind, megatron_training.MegatronTrainingDeterministic)
+    spec = f"{wrong_megatron.__file__}:{kind.__name__}"
+    broken(megatrons, f"{line} adapter={spec} {LAYER} {TORCH if deterministic else FLA}", output)
+
+
 @pytest.mark.usefixtures("megatrons")
 def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
     line = "law=exchange variant=heads adapter=megatron/exchange cp=16 heads=16 value_heads=32 packed=yes lengths=32+0+64 "
@@ -305,9 +347,9 @@ def release(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr("verify.adapters.loader.installed", lambda name: "9.0")
     megatron._modules.cache_clear()
 
-    def make(names: Sequence[str], others: Mapping[str, str] = OTHERS) -> None:
+    def make(names: Sequence[str], others: Mapping[str, str] = OTHERS, package: str = "") -> None:
         core = pathlib.Path(megatron.LIBRARY.fetched, "megatron", "core")
-        for file, text in {**others, "ssm/gated_delta_net": "\n".join(f"{name} = None" for name in names)}.items():
+        for file, text in {**others, f"ssm/gated_delta_net{package}": "\n".join(f"{name} = None" for name in names)}.items():
             (core / file).parent.mkdir(parents=True, exist_ok=True)
             (core / f"{file}.py").write_text(text)
 
@@ -337,6 +379,42 @@ def test_an_adapter_promises_what_its_release_has(
     outside = domain.outside(ParallelCase((8, 8), cp=2, heads=2, value_heads=2))
     assert (outside == "cp=2: context parallelism is not supported") is not cp
     assert megatron.LIBRARY.release() == "0.19.2"
+
+
+TRAINING = {
+    **OTHERS,
+    "parallel_state": "",
+    "tensor_parallel/random": "",
+    "tensor_parallel/__init__": "ColumnParallelLinear = RowParallelLinear = None",
+    "distributed": "DistributedDataParallel = DistributedDataParallelConfig = finalize_model_grads = None",
+    "dist_checkpointing/__init__": "",
+    "dist_checkpointing/mapping": "apply_factories = apply_factory_merges = ShardedObject = ShardedTensorFactory = None",
+    "dist_checkpointing/strategies/__init__": "",
+    "dist_checkpointing/strategies/torch": "\n".join(
+        f"{name} = None" for name, module in megatron_training.TRAINING.items() if module.endswith("strategies.torch")
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "recomputes"),
+    [("GatedDeltaNet = None", False), ("class GatedDeltaNet:\n    def _gated_norm_and_a2a(self): pass", True)],
+)
+def test_what_a_release_cannot_recompute_is_outside_the_domain(
+    release: Callable[..., None], layer: str, *, recomputes: bool
+) -> None:
+    release(NAMES["0.19.2"], {**TRAINING, "ssm/gated_delta_net/gdn": layer, "ssm/gated_delta_net/common": ""}, "/__init__")
+    domain = load("megatron/training").domain
+    assert isinstance(domain, PathDomain)
+    assert (domain.recomputes, domain.steps, domain.saves) == (recomputes, True, True)
+    outside = domain.outside(dataclasses.replace(ParallelCase.parse(f"{FLA} tp=2 heads=2 value_heads=2 lengths=8"), recompute=True))
+    assert outside == (None if recomputes else "recompute=yes is not supported")
+
+
+def test_a_megatron_without_what_training_needs_is_refused_in_one_line(release: Callable[..., None]) -> None:
+    release(NAMES["0.19.2"], {**TRAINING, "distributed": "DistributedDataParallel = DistributedDataParallelConfig = None"})
+    with pytest.raises(AdapterError, match=r"there is no megatron\.core\.distributed\.finalize_model_grads, neither in"):
+        load("megatron/training")
 
 
 @pytest.mark.parametrize(

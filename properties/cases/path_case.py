@@ -67,7 +67,10 @@ class ParallelCase(Line):
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", *CHOICES)
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", "recompute"),
+        *CHOICES,
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
 
     lengths: tuple[int, ...]
@@ -96,6 +99,7 @@ class ParallelCase(Line):
     thd_all_to_all: str = "per_sequence"
     rule: str = "torch"
     deterministic: bool = False
+    recompute: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

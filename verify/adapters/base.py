@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from oracles.sharding import Rank, Shard
+from oracles.sharding import Mesh, Rank, Shard
 from properties.cases.trace_case import Batch, Sizes
 from properties.domain import Domain
 from properties.path_domain import PathDomain
@@ -117,12 +117,27 @@ class PathAdapter(Implementation):
 
         - gdn_layer returns y [tokens, B, D]. x has hidden [tokens, B, D] with this rank's tokens in the case's layout (B = 1 if
           packed), and `parameters`: this rank's shards at rest, by their names in oracles/sharding.py. x also has layer (its
-          widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, and the choices of
-          the case.
+          widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, recompute, and the
+          choices of the case.
         - A rule returns o [1, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
           the layout and cu_seqlens of the whole call.
         - causal_conv1d returns y, with this rank's tokens of x on axis 1.
         """
+
+    def join(self, mesh: Mesh) -> None:
+        """Make the process groups that the path needs for cases on `mesh`; by default none.
+
+        Called before each call on every process, also on those that have no part in the mesh: torch makes a group only if all
+        processes make it.
+        """
+
+    def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `run` returns, and this rank's gradients after a training step's backward with the cotangent `dy`.
+
+        The gradients are those of `hidden` and of every parameter by its name in `x.parameters`. The path itself adds the gradients
+        of parameters over ranks. Needed if the domain has steps=True.
+        """
+        raise NotImplementedError
 
     def move(
         self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]
@@ -141,6 +156,13 @@ class PathAdapter(Implementation):
 
     def loaded(self, shards: dict[str, Shard], layer: Layer, rank: Rank) -> dict[str, Tensor]:
         """Return the parameters of `rank` after it has loaded its shards, by name. Needed if the domain has checkpoints=True."""
+        raise NotImplementedError
+
+    def resharded(self, shards: dict[str, Tensor], layer: Layer, place: Place, mesh: Mesh) -> dict[Rank, dict[str, Tensor]]:
+        """Save a checkpoint together with the other ranks, and return what each rank of `mesh` loads from it, by name.
+
+        `shards` are this rank's parameters. Needed if the domain has saves=True.
+        """
         raise NotImplementedError
 
 

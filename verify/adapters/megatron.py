@@ -22,13 +22,14 @@ import importlib.util
 import sys
 import types
 import unittest.mock
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor, nn
 
+from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.path_domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
@@ -48,6 +49,7 @@ OPTIONAL = (
 )
 # Megatron's names of the layer's parameters.
 NAMES = {"conv.weight": "conv1d.weight", "conv.bias": "conv1d.bias", "norm.weight": "out_norm.weight"}
+_CPU = torch.device("cpu")
 _COMMON: dict[str, Any] = {"negative_eigenvalues": False, "counts": False, "refuses": False, "checkpoints": False}
 
 
@@ -96,52 +98,66 @@ class MegatronLayer(_Megatron):
         }
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        module = self._module(x, place)
-        parameters = {NAMES.get(name, name): parameter for name, parameter in x.parameters.items()}
-        parameters["conv1d.weight"] = parameters["conv1d.weight"].unsqueeze(1)
-        packed = None
-        if x.cu_seqlens is not None:
-            packed = self.megatron.PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=x.cu_seqlens,
-                cu_seqlens_kv=x.cu_seqlens,
-                cu_seqlens_q_padded=x.cu_seqlens_padded,
-                cu_seqlens_kv_padded=x.cu_seqlens_padded,
-            )
+        groups = self.megatron.ProcessGroupCollection(tp=Group(place.tp), cp=_group(place.cp))
+        module = self.module(groups, **settings(x))
         y: Tensor
-        y, _ = torch.func.functional_call(module, parameters, (x.hidden, None), {"packed_seq_params": packed})
+        y, _ = torch.func.functional_call(module, renamed(x.parameters), (x.hidden, None), self.more_arguments(x))
         return y
 
-    def _module(self, x: Inputs, place: Place) -> nn.Module:
-        m, layer = self.megatron, x.layer
-        with _current_device(x.hidden.device):
-            config = m.TransformerConfig(
+    def more_arguments(self, x: Inputs) -> dict[str, Any]:
+        """The arguments of the module beside the hidden states and the attention mask."""
+        if x.cu_seqlens is None:
+            return {"packed_seq_params": None}
+        packed = self.megatron.PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=x.cu_seqlens,
+            cu_seqlens_kv=x.cu_seqlens,
+            cu_seqlens_q_padded=x.cu_seqlens_padded,
+            cu_seqlens_kv_padded=x.cu_seqlens_padded,
+        )
+        return {"packed_seq_params": packed}
+
+    def module(
+        self,
+        groups: Any,
+        layer: Layer,
+        *,
+        conv_bias: bool,
+        eps: float = 1e-6,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = _CPU,
+        **config: Any,
+    ) -> nn.Module:
+        """Megatron's module for one rank of `groups`; `config` has more fields of its configuration."""
+        m, tp, cp = self.megatron, groups.tp.size(), groups.cp.size()
+        with current_device(device):
+            about = m.TransformerConfig(
                 num_layers=1,
                 hidden_size=layer.hidden,
-                num_attention_heads=place.tp.size,
+                num_attention_heads=tp,
                 linear_conv_kernel_dim=layer.conv_width,
                 linear_key_head_dim=layer.key_dim,
                 linear_value_head_dim=layer.value_dim,
                 linear_num_key_heads=layer.heads,
                 linear_num_value_heads=layer.value_heads,
                 normalization="RMSNorm",
-                layernorm_epsilon=x.eps,
+                layernorm_epsilon=eps,
                 activation_func=F.silu,
-                params_dtype=x.hidden.dtype,
-                tensor_model_parallel_size=place.tp.size,
-                context_parallel_size=place.cp.size,
-                sequence_parallel=x.sequence_parallel,
+                params_dtype=dtype,
+                tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
                 perform_initialization=False,
                 deterministic_mode=self.deterministic,
+                **config,
             )
             module: nn.Module = m.GatedDeltaNet(
-                config,
-                m.GatedDeltaNetSubmodules(in_proj=_InProj, out_norm=_OutNorm, out_proj=_OutProj),
-                layer_number=1,
-                conv_bias="conv.bias" in x.parameters,
-                pg_collection=m.ProcessGroupCollection(tp=Group(place.tp), cp=_group(place.cp)),
+                about, m.GatedDeltaNetSubmodules(**self.parts()), layer_number=1, conv_bias=conv_bias, pg_collection=groups
             )
         return module
+
+    def parts(self) -> dict[str, type]:
+        """The classes of the modules inside Megatron's module."""
+        return {"in_proj": _InProj, "out_norm": OutNorm, "out_proj": _OutProj}
 
 
 class MegatronDeterministic(MegatronLayer):
@@ -228,6 +244,23 @@ class MegatronExchange(_Megatron):
         return y
 
 
+def settings(x: Inputs) -> dict[str, Any]:
+    """The arguments of `MegatronLayer.module` for a call, without the groups."""
+    return {
+        "layer": x.layer,
+        "conv_bias": "conv.bias" in x.parameters,
+        "eps": x.eps,
+        "dtype": x.hidden.dtype,
+        "device": x.hidden.device,
+        "sequence_parallel": x.sequence_parallel,
+    }
+
+
+def renamed(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters by Megatron's names and in its shapes: a convolution's weight has an axis of size 1 more."""
+    return {NAMES.get(name, name): x.unsqueeze(1) if name == "conv.weight" else x for name, x in parameters.items()}
+
+
 class Group:
     """The ranks of one axis, with the methods of a process group that Megatron calls."""
 
@@ -265,12 +298,15 @@ class _OutProj(_Projection):
         return scatter_to(self.tp, y) if self.sequence_parallel else reduce_from(self.tp, y), None
 
 
-class _OutNorm(nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:  # noqa: ARG002 - Megatron passes it
+class OutNorm(nn.RMSNorm):
+    """torch's norm, marked as Megatron marks Transformer Engine's. Megatron takes torch's norm itself only without SP."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-def _current_device(device: torch.device) -> Any:
+def current_device(device: torch.device) -> Any:
     """Make `device` torch's current CUDA device, on which a module creates its parameters.
 
     No collective may run inside, since the other simulated ranks would then see this device too.
@@ -287,28 +323,28 @@ def _modules() -> types.SimpleNamespace:
     if importlib.util.find_spec("megatron") is None and (folder := LIBRARY.folder()) is not None:
         sys.path.append(folder)
     if not torch.cuda.is_available():
-        _import("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
+        imported("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
         torch.cuda.current_device = functools.partial(torch.device, "cpu")  # type: ignore[assignment]  # it only raises here
-    _import(PLACES[0])
+    imported(PLACES[0])
     places = [importlib.import_module(place) for place in PLACES if _exists(place)]
-    found = {name: getattr(place, name) for place in places for name in (*WANTED, *OPTIONAL) if hasattr(place, name)}
-    if lacking := [name for name in WANTED if name not in found]:
+    names = {name: getattr(place, name) for place in places for name in (*WANTED, *OPTIONAL) if hasattr(place, name)}
+    if lacking := [name for name in WANTED if name not in names]:
         raise ImportError(_missing(f"{PLACES[0]}.{lacking[0]}"))
     for module, name in (
         ("megatron.core.packed_seq_params", "PackedSeqParams"),
         ("megatron.core.process_groups_config", "ProcessGroupCollection"),
         ("megatron.core.transformer", "TransformerConfig"),
     ):
-        found[name] = getattr(_import(module), name)
-    mappings = _import("megatron.core.tensor_parallel.mappings")
-    for module in (mappings, _import("megatron.core.ssm.mamba_context_parallel")):
+        names[name] = found(module, name)
+    mappings = imported("megatron.core.tensor_parallel.mappings")
+    for module in (mappings, imported("megatron.core.ssm.mamba_context_parallel")):
         if hasattr(module, "all_to_all"):
             module.all_to_all = functools.partial(_all_to_all, module.all_to_all)
     mappings.get_tensor_model_parallel_group_if_none = functools.partial(_same, mappings.get_tensor_model_parallel_group_if_none)
     if not torch.cuda.is_available() and hasattr(places[0], "causal_conv1d_fn"):
         # The package causal_conv1d needs a GPU. Without it the module takes torch's convolution.
         vars(places[0])["causal_conv1d_fn"] = None
-    return types.SimpleNamespace(**found, shares="tensor_a2a_cp2hp" in found, fuses="_build_thd_cp_a2a_perm" in found)
+    return types.SimpleNamespace(**names, shares="tensor_a2a_cp2hp" in names, fuses="_build_thd_cp_a2a_perm" in names)
 
 
 def _exists(module: str) -> bool:
@@ -319,7 +355,16 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _import(module: str) -> Any:
+def found(module: str, name: str) -> Any:
+    """What Megatron calls `name` in `module`. ImportError, in one line, if it has no such module or name."""
+    place = imported(module)
+    if not hasattr(place, name):
+        raise ImportError(_missing(f"{module}.{name}"))
+    return getattr(place, name)
+
+
+def imported(module: str) -> Any:
+    """A module of Megatron. ImportError, in one line, if there is none."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -60,6 +60,8 @@ PATHS = {
     "fla/conv_cp": "verify.adapters.fla_parallel:ConvCP",
     "megatron/layer": "verify.adapters.megatron:MegatronLayer",
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
+    "megatron/training": "verify.adapters.megatron_training:MegatronTraining",
+    "megatron/training_deterministic": "verify.adapters.megatron_training:MegatronTrainingDeterministic",
     "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
 }
 POOLS = {
@@ -91,6 +93,7 @@ LAYERS = {
     "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
     "fla/kda_layer": "verify.adapters.fla_layer:KdaLayer",
     "fla/kda_layer_recurrent": "verify.adapters.fla_layer:KdaLayerRecurrent",
+    "megatron/inference": "verify.adapters.megatron_inference:MegatronInference",
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
     "transformers/qwen3_5_moe_layer": "verify.adapters.transformers_layer:Qwen35MoeLayer",

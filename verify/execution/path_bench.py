@@ -162,6 +162,8 @@ class RankBench(Timed):
         copies = Copies(leaves)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
+            if self.domain.steps and call.direction is not None and call.graded:
+                return self._step(call)
             with recorder.arguments(self.adapter):
                 y = self.adapter.run(call.arguments, place)
             checked = self._checked(y, call.case, leaves[self._carrier], output)
@@ -180,8 +182,20 @@ class RankBench(Timed):
             )
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            results[gradient_name(name)] = self._added(name, whole, place, call.case)
+            results[gradient_name(name)] = whole if self.domain.steps else self._added(name, whole, place, call.case)
         return {name: self._as_oracle(name, x, call.case).cpu() for name, x in results.items()}
+
+    def _step(self, call: "_Call") -> tuple[Tensor, list[Tensor | None]]:
+        """The output and the gradients of a training step of the path. AdapterFault if one has a wrong shape."""
+        assert call.direction is not None
+        with recorder.arguments(self.adapter):
+            y, gradients = self.adapter.step(call.arguments, call.direction, call.place)
+        named = {name: gradients.get(PARAMETERS.get(name, name)) for name in call.leaves}
+        for name, gradient in named.items():
+            if gradient is not None and gradient.shape != call.leaves[name].shape:
+                what = f"has shape {tuple(gradient.shape)}, must have {tuple(call.leaves[name].shape)}"
+                raise AdapterFault(gradient_name(name), FailureKind.SHAPE, what)
+        return self._checked(y, call.case, call.leaves[self._carrier], _output(call.case)), list(named.values())
 
     @property
     def _carrier(self) -> str:
@@ -212,7 +226,7 @@ class RankBench(Timed):
         real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
         arguments |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
         if case.operation == "gdn_layer":
-            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
+            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic", "recompute")}
             arguments["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
         return Inputs(**arguments)
 
@@ -352,6 +366,12 @@ class RankBench(Timed):
     def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
         return self.call_implementation(lambda: self.adapter.loaded(shards, self.case.layer, rank))
 
+    def resharded(self, whole: Results, mesh: Mesh) -> dict[Rank, Results]:
+        layer = self.case.layer
+        shards = {name: sharding.shard(layer, name, x, self.rank, AT_REST).value.to(self.device) for name, x in whole.items()}
+        loaded = self.call_implementation(lambda: self.adapter.resharded(shards, layer, self.place, mesh))
+        return {rank: {name: x.cpu() for name, x in parameters.items()} for rank, parameters in loaded.items()}
+
     def where(self, name: str, flat: int, shape: torch.Size) -> str:
         """The place of a row in words, with the token counted in its whole sequence."""
         port = port_of(name)
@@ -406,6 +426,7 @@ def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = 
         if not here:
             outcome = _simulated(case, on_rank)
         else:
+            adapter.join(case.mesh)
             place = place_of(case.mesh)
             if place is not None and law.kind == "truth":
                 computed = oracle_process.ask(work)

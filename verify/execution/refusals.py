@@ -90,6 +90,7 @@ def _of_path(adapter: PathAdapter, case: ParallelCase, wrong: IllegalLayout, dev
         there = torch.distributed.get_world_size() if processes else 0
         if there < ranks:
             return f"not run: it needs {ranks} ranks that are processes, as with --ranks {ranks}"
+        adapter.join(case.mesh)
         place = place_of(case.mesh)
         if place is None:
             return IDLE
