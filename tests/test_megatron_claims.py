@@ -225,10 +225,10 @@ def kept(saved: int, allocated: int | None = None) -> Answer:
     return {"saved": saved, "allocated": allocated}
 
 
-def test_memory_is_right_if_exactly_what_is_claimed_is_kept_no_more() -> None:
+def test_memory_is_right_if_all_that_is_claimed_is_kept_no_more() -> None:
     case = ParallelCase((16,), heads=2, value_heads=4, key_dim=8, dtype="bf16")
     want = 2 * 16 * 2 * 8 * 2 - 2 * 16 * (4 - 2) * 4  # q and k of 2 heads in 2 bytes, less factors of 4 heads for 2 in 4 bytes
-    for less, verdict in ((want, RIGHT), (want - 1, WRONG), (0, WRONG), (want + 1, WRONG)):
+    for less, verdict in ((want, RIGHT), (want - 1, WRONG), (0, WRONG), (-1, WRONG), (want + 1, RIGHT)):
         assert claims.memory_row(kept(10_000), kept(10_000 - less), case, "again").verdict == verdict
     row = claims.memory_row(kept(2**22, 2**23), kept(2**20, 2**21), case, "again")
     assert row.measured == "0.19.2: 4.00 MiB, in the kernel 3.00 MiB less, by the allocator 6.00"
@@ -247,7 +247,7 @@ def test_qwen3_next_keeps_31_and_a_half_mib_less_at_4096_tokens() -> None:
 def test_releases_are_timed_in_turns(device: str, after_ms: float, verdict: str, lacking: bool) -> None:  # noqa: FBT001
     def time(version: str, line: str, calls: int) -> Answer:
         ms = 2.0 if version == "0.17.1" else after_ms
-        return {"ahead": [ms] * calls, "back": [3 * ms] * calls, "first_s": [1.0, 2.0]}
+        return {"ahead": [ms] * calls, "back": [3 * ms] * calls}
 
     told = Told(device, choices=choices, time=time)
     here = bench(told, effort=Effort(budget_s=0.0, least=3, most=9, warm=2))
@@ -520,7 +520,7 @@ class Unnormalised(MegatronNormInKernel):
 
 
 @pytest.mark.slow
-def test_a_wrong_layout_and_a_wrong_eps_are_rejected(planted: Callable[[str], Bench]) -> None:
+def test_a_wrong_layout_and_wrong_norms_are_rejected(planted: Callable[[str], Bench]) -> None:
     here = planted("0.19.2")
     row = claims.ruled(here, 4913, "exchange", "", "0.19.2", claims.EXCHANGE, claims.layouts(2, (2,)))
     assert row.verdict == WRONG and "differs" in row.measured, row
@@ -529,6 +529,9 @@ def test_a_wrong_layout_and_a_wrong_eps_are_rejected(planted: Callable[[str], Be
         reply = here.releases.ask("0.19.2", "contest", case=case, adapters=adapters)
         assert claims.agreeing(reply, "eps", "", case, "").verdict == WRONG
         assert reply["broken"] == broken, reply
+    assert claims.kept(here).verdict == RIGHT  # neither edit changes what is kept for backward
+    with pytest.raises(Unanswered, match=r"0\.19\.2: ValueError: folder must stay .*, got elsewhere"):
+        dataclasses.replace(here.releases, folders={"0.19.2": "elsewhere"}).ask("0.19.2", "choices", adapter=LAYER)
 
 
 def test_the_formulas_of_the_releases_square_the_value_width(releases: Mapping[str, str]) -> None:
@@ -541,20 +544,12 @@ def test_the_formulas_of_the_releases_square_the_value_width(releases: Mapping[s
 
 
 @pytest.mark.slow
-def test_the_norm_in_the_kernel_of_a_release_keeps_what_is_claimed(releases: Mapping[str, str]) -> None:
-    with Releases({"0.19.2": releases["0.19.2"]}, "cpu") as several:
-        assert claims.kept(bench(several)).verdict == RIGHT
-        with pytest.raises(Unanswered, match="folder must stay"):
-            dataclasses.replace(several, folders={"0.19.2": releases["0.18.2"]}).ask("0.19.2", "choices", adapter=LAYER)
-
-
-@pytest.mark.slow
 def test_ranks_of_two_releases_are_timed(releases: Mapping[str, str]) -> None:
     with Releases(releases, "cpu") as several:
         here = bench(several)
         gains = dict.fromkeys(("forward", "backward"), ("faster", 1.0))
-        rows = [*claims.faster(here, 4913, "time", claims.timed(here, (8, 24), 2), ("0.18.2", "0.19.2"), gains, ranks=2)]
-    assert [(row.size, row.verdict) for row in rows] == [("32 tokens in 2 sequences", UNDECIDED)] * 2
+        rows = [*claims.faster(here, 4913, "time", claims.timed(here, (12,)), ("0.18.2", "0.19.2"), gains, ranks=1)]
+    assert [(row.size, row.verdict) for row in rows] == [("12 tokens", UNDECIDED)] * 2
     assert all(row.ratio is not None and row.ratio.median > 0 for row in rows)
 
 

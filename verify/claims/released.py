@@ -25,7 +25,7 @@ from verify.adapters.base import PathAdapter
 from verify.adapters.megatron import PLACES, MegatronLayer
 from verify.claims.contest import Contest, Form, Tensors, agreement, allocated_bytes, saved_bytes
 from verify.claims.formula import HALVES, formula_in, terms
-from verify.claims.timing import Clock, clock_of
+from verify.claims.timing import Call, Clock, clock_of
 from verify.claims.tuning import limit_tuning
 from verify.execution import service
 from verify.execution.faults import short
@@ -110,29 +110,27 @@ def results(question: Answer) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The layer with the inputs of a case on this rank, ready to be timed forward, and backward from `y`."""
+    """The layer with the inputs of a case on this rank, ready to be timed."""
 
     forward: Callable[[], Tensor]
-    y: Tensor
     leaves: list[Tensor]
     direction: Tensor
     clock: Clock
-    first_s: tuple[float, float]
 
-    def backward(self) -> object:
-        """The gradients of every input and parameter."""
-        return torch.autograd.grad(self.y, self.leaves, self.direction, retain_graph=True, allow_unused=True)
+    def backward_of(self, y: Tensor) -> Call:
+        """The call that computes the gradients of every input and parameter. It frees the graph, so it can be made once.
+
+        On a GPU, parts of the layer are compiled by torch, which then refuses a second backward of one graph.
+        """
+        return lambda: torch.autograd.grad(y, self.leaves, self.direction, allow_unused=True)
 
 
 def time(question: Answer) -> Answer:
-    """The milliseconds of `calls` calls of a line's layer forward and backward, and the seconds of the first call of each.
-
-    Of ranks, each time is that of the slowest.
-    """
+    """The milliseconds of `calls` calls of a line's layer, forward and backward. Of ranks, each time is that of the slowest."""
     ready = _ready(question["line"])
-    ahead = _slowest(ready.clock.times([ready.forward] * question["calls"]))
-    back = _slowest(ready.clock.times([ready.backward] * question["calls"]))
-    return {"ahead": ahead, "back": back, "first_s": _slowest(ready.first_s)}
+    ahead = ready.clock.times([ready.forward] * question["calls"])
+    back = [ready.clock.times([ready.backward_of(ready.forward())])[0] for _ in range(question["calls"])]
+    return {"ahead": _slowest(ahead), "back": _slowest(back)}
 
 
 def memory(question: Answer) -> Answer:
@@ -155,10 +153,9 @@ def _ready(line: str) -> Ready:
     assert call.direction is not None, case
     meet = torch.zeros(1, device=device)
     clock = clock_of(device, lambda: dist.all_reduce(meet) if here else None)  # so that all ranks begin together
-    ready = Ready(lambda: kept.run(call.arguments, place), meet, [*call.leaves.values()], call.direction, clock, (0.0, 0.0))
-    first_ahead = clock.first(ready.forward)
-    ready = dataclasses.replace(ready, y=ready.forward())
-    return dataclasses.replace(ready, first_s=(first_ahead, clock.first(ready.backward)))
+    ready = Ready(lambda: kept.run(call.arguments, place), [*call.leaves.values()], call.direction, clock)
+    ready.backward_of(ready.forward())()  # it compiles and tunes
+    return ready
 
 
 def keeping_its_module(adapter: MegatronLayer) -> MegatronLayer:
