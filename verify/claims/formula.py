@@ -45,7 +45,7 @@ def formula_in(folder: str) -> Formula:
     """
     path = pathlib.Path(folder) / FILE
     if not path.is_file():
-        raise ImportError(f"there is no {FILE} in {folder}")
+        raise ImportError(f"there is no {FILE} in {folder}: fetch the release again, unless it has none")
     spec = importlib.util.spec_from_loader("megatron_formula", _Function(path, NAME))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -15,6 +15,8 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from oracles.flops import training_flops
 from oracles.layer import Layer
@@ -28,6 +30,7 @@ from verify.claims.timing import Effort, Spread, ratios
 from verify.process.messages import Answer
 from verify.process.outcome import Outcome, Verdict
 
+T = TypeVar("T")
 # The releases that each pull request needs.
 NEEDED = {1989: ("0.16.1", "0.17.1", "0.19.2"), 3040: ("0.17.1", "0.18.2"), 4913: ("0.18.2", "0.19.2"), 5396: ("0.19.2",)}
 LAYER, EXCHANGE, NORM = "megatron/layer", "megatron/exchange", "megatron/norm_in_kernel"
@@ -169,8 +172,7 @@ def same(bench: Bench, claim: int, what: str, claimed: str, versions: tuple[str,
     """The row of lines that must hold in two releases, with the difference between the results of both."""
     bench.tell(f"{claim}: {what}, {' and '.join(versions)}")
     found, results = {}, {}
-    for version in versions:
-        lines = [bench.line(version, LAYER, word) for word in words]
+    for version, lines in of_each(versions, lambda version: [bench.line(version, LAYER, word) for word in words]).items():
         found[version] = judged(lines, bench.outcomes(version, lines))
         results[version] = [bench.releases.ask(version, "results", line=line)["results"] for line in lines]
     verdicts = {result.verdict for result in found.values()}
@@ -180,6 +182,12 @@ def same(bench: Bench, claim: int, what: str, claimed: str, versions: tuple[str,
     measured = "; ".join([*texts, difference(*(results[version] for version in versions))])
     again = repeat(bench.releases.folders[worst], found[worst].line)
     return Ruling(claim, what, counted(words), claimed, measured, verdict, again)
+
+
+def of_each(versions: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
+    """What `ask` returns for each release. Their processes start at the same time."""
+    with ThreadPoolExecutor(len(versions)) as pool:
+        return dict(zip(versions, pool.map(ask, versions), strict=True))
 
 
 Results = Sequence[Sequence[Mapping[str, Sequence[float]]]]  # of each line and rank, the numbers of each output and gradient
@@ -207,6 +215,9 @@ def layer(bench: Bench) -> Iterator[Ruling]:
     for mesh in MESHES:
         words = [f"law=parallel {mesh} {bench.extent.widths} {case}" for case in bench.extent.cases]
         yield ruled(bench, 1989, f"the layer is the oracle's at {mesh}", claimed, "0.16.1", LAYER, words)
+    # Elsewhere A_log and dt_bias are float32. Megatron-LM creates them in the dtype of all parameters.
+    case = f"op=gdn_layer lengths=132 {bench.extent.widths} dtype=bf16 gate=mixed parameter_dtype=input"
+    yield agreeing(bench, 1989, "the same with every parameter in bf16", claimed, "0.16.1", case, LAYER)
     if bench.cuda and bench.gpus > 1:
         words = [f"law=parallel {mesh} {bench.extent.widths} {case}" for mesh in MESHES[1:3] for case in bench.extent.cases]
         yield ruled(bench, 1989, "the same on 2 GPUs at tp=2 with and without SP", claimed, "0.16.1", LAYER, words, ranks=2)
@@ -332,18 +343,19 @@ def in_kernel(bench: Bench) -> Iterator[Ruling]:
     for what, regime, says in regimes:
         lengths = "33+35+64" if "packed" in regime else "132"
         case = f"op=gdn_layer lengths={lengths} {bench.extent.widths} dtype={dtype}{regime}"
-        bench.tell(f"5396: {what}")
-        reply = bench.releases.ask("0.19.2", "contest", case=case, adapters=[LAYER, NORM])
-        yield agreeing(reply, what, says, case, bench.again(5396))
+        yield agreeing(bench, 5396, what, says, "0.19.2", case, LAYER, NORM)
     words = packed_lines(bench)
     yield ruled(bench, 5396, f"packed and context-parallel, at {', '.join(CP_MESHES)}", claimed, "0.19.2", NORM, words)
     yield kept(bench)
 
 
-def agreeing(reply: Answer, what: str, claimed: str, case: str, again: str) -> Ruling:
-    """The row of two forms of the layer that were judged together."""
+def agreeing(bench: Bench, claim: int, what: str, claimed: str, version: str, case: str, *adapters: str) -> Ruling:
+    """The row of forms of the layer that are judged together, on a case of one rank."""
+    bench.tell(f"{claim}: {what}")
+    reply = bench.releases.ask(version, "contest", case=case, adapters=[*adapters])
     size = f"{case.split()[1].removeprefix('lengths=')} tokens"
-    return Ruling(5396, what, size, claimed, f"0.19.2: {reply['about']}", WRONG if reply["broken"] else RIGHT, again)
+    verdict = WRONG if reply["broken"] else RIGHT
+    return Ruling(claim, what, size, claimed, f"{version}: {reply['about']}", verdict, bench.again(claim))
 
 
 def kept(bench: Bench) -> Ruling:
@@ -421,7 +433,7 @@ def faster(
     count = len(case.lengths)
     size = f"{case.tokens:,} tokens" + (f" in {count} sequence{'s' * (count > 1)}" if case.packed else "")
     bench.tell(f"{claim}: {what}, {size}")
-    lines = {version: timed_line(bench, version, LAYER, case, ranks) for version in versions}
+    lines = of_each(versions, lambda version: timed_line(bench, version, LAYER, case, ranks))
     times = alternating(bench, lines, ranks)
     for way, took in times.items():
         text, least = claimed[way]

@@ -187,7 +187,7 @@ def contest(question: Answer) -> Answer:
     forms = {name: layer_form(adapter_of(name)) for name in question["adapters"]}
     agreed = agreement(Contest(forms, case, case, "chunkwise", chunk=64), _device())
     first, *others = forms
-    apart = max(agreed.apart[first, other] for other in others)
+    apart = max((agreed.apart[first, other] for other in others), default=0.0)
     return {"worst": agreed.worst, "broken": agreed.broken(*forms), "about": agreed.about(*forms), "apart": apart}
 
 
