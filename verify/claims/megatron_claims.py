@@ -44,6 +44,7 @@ CP_MESHES = ("cp=2", "cp=4", "tp=2 cp=2")
 EXCHANGE_RANKS = (2, 4, 8, 16)
 # Widths with equal and with different widths of keys and values.
 WIDTHS = (QWEN3_NEXT, dataclasses.replace(QWEN3_NEXT, key_dim=64))
+BOTH_WAYS, LOSSLESS = "both directions and the round trip are right", "numerically lossless"
 ON_A_CPU = "times on a CPU do not hold for a GPU"
 
 
@@ -168,7 +169,7 @@ def ruled(
     return Ruling(claim, what, size, claimed, f"{version}: {found.words}", found.verdict, again)
 
 
-def same(bench: Bench, claim: int, what: str, claimed: str, versions: tuple[str, str], words: Sequence[str]) -> Ruling:
+def same(bench: Bench, claim: int, what: str, claimed: str, versions: Sequence[str], words: Sequence[str]) -> Ruling:
     """The row of lines that must hold in two releases, with the difference between the results of both."""
     bench.tell(f"{claim}: {what}, {' and '.join(versions)}")
     found, results = {}, {}
@@ -210,7 +211,7 @@ def difference(before: Results, after: Results) -> str:
 
 
 def layer(bench: Bench) -> Iterator[Ruling]:
-    """The rows of 1989: the layer is the oracle's on every mesh, and its FLOPs are those of the definition."""
+    """The rows of the layer of 1989: it is the oracle's on every mesh."""
     claimed = "a unit test of the layer and its parallel form"
     for mesh in MESHES:
         words = [f"law=parallel {mesh} {bench.extent.widths} {case}" for case in bench.extent.cases]
@@ -218,10 +219,14 @@ def layer(bench: Bench) -> Iterator[Ruling]:
     # Elsewhere A_log and dt_bias are float32. Megatron-LM creates them in the dtype of all parameters.
     case = f"op=gdn_layer lengths=132 {bench.extent.widths} dtype=bf16 gate=mixed parameter_dtype=input"
     yield agreeing(bench, 1989, "the same with every parameter in bf16", claimed, "0.16.1", case, LAYER)
+
+
+def layer_on_gpus(bench: Bench) -> Iterator[Ruling]:
+    """The row of the layer of 1989 on ranks that have a GPU each."""
+    claimed = "a unit test of the layer and its parallel form"
     if bench.cuda and bench.gpus > 1:
         words = [f"law=parallel {mesh} {bench.extent.widths} {case}" for mesh in MESHES[1:3] for case in bench.extent.cases]
         yield ruled(bench, 1989, "the same on 2 GPUs at tp=2 with and without SP", claimed, "0.16.1", LAYER, words, ranks=2)
-    yield from flops(bench)
 
 
 def flops(bench: Bench) -> Iterator[Ruling]:
@@ -264,44 +269,58 @@ def formula_rows(told: Mapping[str, Mapping[str, Mapping[str, float]]], widths: 
 
 
 def refined(bench: Bench) -> Iterator[Ruling]:
-    """The rows of 3040: the same results before and after, packed sequences, and the times of the layer."""
-    versions = ("0.17.1", "0.18.2")
+    """The row of 3040's results, which are the same before and after."""
     words = [f"law=parallel tp=1 {bench.extent.widths} {case}" for case in bench.extent.cases]
-    yield same(bench, 3040, "convolution and norm: the layer's results", "the same results", versions, words)
+    yield same(bench, 3040, "convolution and norm: the layer's results", "the same results", NEEDED[3040], words)
+
+
+def refined_packs(bench: Bench) -> Iterator[Ruling]:
+    """The row of packed sequences after 3040."""
     words = [f"law=parallel tp=1 {bench.extent.widths} {case}" for case in bench.extent.packed]
     yield ruled(bench, 3040, "packed sequences (cu_seqlens)", "future work", "0.18.2", LAYER, words)
+
+
+def refined_times(bench: Bench) -> Iterator[Ruling]:
+    """The rows of the layer's times before and after 3040."""
     conv = bench.releases.ask("0.17.1", "choices", adapter=LAYER)["conv"]
     lacking = "" if conv == "causal-conv1d" else f"0.17.1 took {conv}'s convolution, because causal-conv1d is not installed"
     case = timed(bench, (bench.extent.tokens,))
     claimed = {"forward": ("1.20: 1.79 to 1.49 ms", 1.79 / 1.49), "backward": ("1.08: 3.24 to 3.01 ms", 3.24 / 3.01)}
-    yield from faster(bench, 3040, "time of the layer", case, versions, claimed, lacking)
+    yield from faster(bench, 3040, "time of the layer", case, NEEDED[3040], claimed, lacking)
 
 
 # 4913
 
 
 def exchanged(bench: Bench) -> Iterator[Ruling]:
-    """The rows of 4913: where the exchange of packed sequences puts everything, the layer's results, and its times."""
-    versions, claimed = ("0.18.2", "0.19.2"), "both directions and the round trip are right"
+    """The rows of where the exchange of packed sequences puts everything, before and after 4913, on simulated ranks."""
     words = layouts(bench.extent.layouts, EXCHANGE_RANKS)
     sizes = "ragged layouts, cp " + ", ".join(map(str, EXCHANGE_RANKS))
-    for version in versions:
-        yield ruled(bench, 4913, f"every token and feature, {sizes}", claimed, version, EXCHANGE, words)
-    whole = packed_lines(bench)
-    yield same(bench, 4913, f"packed layer, gradients too, at {', '.join(CP_MESHES)}", "the same results", versions, whole)
+    for version in NEEDED[4913]:
+        yield ruled(bench, 4913, f"every token and feature, {sizes}", BOTH_WAYS, version, EXCHANGE, words)
+
+
+def exchanged_layers(bench: Bench) -> Iterator[Ruling]:
+    """The row of the results of packed layers before and after 4913."""
+    what = f"packed layer, gradients too, at {', '.join(CP_MESHES)}"
+    yield same(bench, 4913, what, "the same results", NEEDED[4913], packed_lines(bench))
+
+
+def exchanged_over_ranks(bench: Bench) -> Iterator[Ruling]:
+    """The rows of 4913 over ranks that are processes: where everything is put, and the layer's times by number of sequences."""
     gains = {"forward": ("iteration 7 to 10% faster", 1.0), "backward": ("iteration 7 to 10% faster", 1.0)}
     for size in bench.extent.ranks:
         what = f"over {size} ranks"
         if bench.cuda and bench.gpus < size:
             reason = f"it needs {size} GPUs, there {'is' if bench.gpus == 1 else 'are'} {bench.gpus}"
-            yield Ruling(4913, what, claimed=claimed, measured=reason, repeat=bench.again(4913), lacking=True)
+            yield Ruling(4913, what, claimed=BOTH_WAYS, measured=reason, repeat=bench.again(4913), lacking=True)
             continue
         lines = layouts(bench.extent.layouts, (size,))
-        for version in versions:
-            yield ruled(bench, 4913, f"every token and feature, {what}", claimed, version, EXCHANGE, lines, ranks=size)
+        for version in NEEDED[4913]:
+            yield ruled(bench, 4913, f"every token and feature, {what}", BOTH_WAYS, version, EXCHANGE, lines, ranks=size)
         for count in bench.extent.packs:
             case = timed(bench, tuple(ragged(bench.extent.moved, count, 2 * size)), size)
-            yield from faster(bench, 4913, f"time of the packed layer {what}", case, versions, gains, ranks=size)
+            yield from faster(bench, 4913, f"time of the packed layer {what}", case, NEEDED[4913], gains, ranks=size)
 
 
 def packed_lines(bench: Bench) -> list[str]:
@@ -333,20 +352,23 @@ def layouts(count: int, sizes: Sequence[int]) -> list[str]:
 
 
 def in_kernel(bench: Bench) -> Iterator[Ruling]:
-    """The rows of 5396: the norm in the kernel is the norm before it, and it keeps less for backward."""
-    claimed, dtype = "numerically lossless", "bf16" if bench.cuda else "fp32"
+    """The rows of 5396's results on one rank: the norm in the kernel is the norm before it."""
+    dtype = "bf16" if bench.cuda else "fp32"
     regimes = (
         ("grouped heads", "", "normalising repeated heads is normalising heads"),
         ("q and k as small as eps's root", " values=small", "eps is 1e-6 on both paths"),
-        ("packed, grouped heads", " packed=yes", claimed),
+        ("packed, grouped heads", " packed=yes", LOSSLESS),
     )
     for what, regime, says in regimes:
         lengths = "33+35+64" if "packed" in regime else "132"
         case = f"op=gdn_layer lengths={lengths} {bench.extent.widths} dtype={dtype}{regime}"
         yield agreeing(bench, 5396, what, says, "0.19.2", case, LAYER, NORM)
-    words = packed_lines(bench)
-    yield ruled(bench, 5396, f"packed and context-parallel, at {', '.join(CP_MESHES)}", claimed, "0.19.2", NORM, words)
-    yield kept(bench)
+
+
+def in_kernel_over_ranks(bench: Bench) -> Iterator[Ruling]:
+    """The row of 5396's results with packed sequences over ranks."""
+    what = f"packed and context-parallel, at {', '.join(CP_MESHES)}"
+    yield ruled(bench, 5396, what, LOSSLESS, "0.19.2", NORM, packed_lines(bench))
 
 
 def agreeing(bench: Bench, claim: int, what: str, claimed: str, version: str, case: str, *adapters: str) -> Ruling:
@@ -358,13 +380,13 @@ def agreeing(bench: Bench, claim: int, what: str, claimed: str, version: str, ca
     return Ruling(claim, what, size, claimed, f"{version}: {reply['about']}", verdict, bench.again(claim))
 
 
-def kept(bench: Bench) -> Ruling:
+def kept(bench: Bench) -> Iterator[Ruling]:
     """The row of the memory that the layer keeps for backward."""
     bench.tell("5396: memory")
     case = timed(bench, (bench.extent.tokens,))
     lines = {name: timed_line(bench, "0.19.2", name, case) for name in (LAYER, NORM)}
     found = {name: bench.releases.ask("0.19.2", "memory", line=line) for name, line in lines.items()}
-    return memory_row(found[LAYER], found[NORM], case, bench.again(5396))
+    yield memory_row(found[LAYER], found[NORM], case, bench.again(5396))
 
 
 def memory_row(before: Answer, after: Answer, case: ParallelCase, again: str) -> Ruling:
@@ -421,7 +443,7 @@ def faster(
     claim: int,
     what: str,
     case: ParallelCase,
-    versions: tuple[str, str],
+    versions: Sequence[str],
     claimed: Mapping[str, tuple[str, float]],
     lacking: str = "",
     ranks: int = 0,
@@ -473,12 +495,20 @@ def alternating(bench: Bench, lines: Mapping[str, str], ranks: int = 0) -> dict[
     return result
 
 
-PULL_REQUESTS: dict[int, Callable[[Bench], Iterator[Ruling]]] = {1989: layer, 3040: refined, 4913: exchanged, 5396: in_kernel}
+Part = Callable[[Bench], Iterator[Ruling]]
+PULL_REQUESTS: dict[int, tuple[Part, ...]] = {
+    1989: (layer, layer_on_gpus, flops),
+    3040: (refined, refined_packs, refined_times),
+    4913: (exchanged, exchanged_layers, exchanged_over_ranks),
+    5396: (in_kernel, in_kernel_over_ranks, kept),
+}
 
 
 def attempted(claim: int, bench: Bench) -> Iterator[Ruling]:
-    """The rows of a pull request. If a process cannot answer, the last row has the reason."""
-    try:
-        yield from PULL_REQUESTS[claim](bench)
-    except Unanswered as error:
-        yield Ruling(claim, "what follows", measured=str(error), repeat=bench.again(claim))
+    """The rows of a pull request. If a process cannot answer, the last row of that part has the reason."""
+    for part in PULL_REQUESTS[claim]:
+        try:
+            yield from part(bench)
+        except Unanswered as error:
+            bench.tell(f"{claim}: {error}")
+            yield Ruling(claim, f"{part.__name__.replace('_', ' ')}: what follows", measured=str(error), repeat=bench.again(claim))
