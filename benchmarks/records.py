@@ -21,10 +21,10 @@ Record = dict[str, Any]
 # The tables of benchmarks/results.md.j2. "limits of KAPPA" has numbers of a paragraph.
 TABLES = (
     *("false alarms", "defects", "mutants", "speed", "interpreter", "versions", "oracle", "packed", "tolerances", "accuracy"),
-    *("limits of KAPPA", "errors in sigma", "claims", "blocks"),
+    *("limits of KAPPA", "errors in sigma", "claims", "pull requests", "blocks"),
 )
 # Those whose values have names, which are the heads of columns.
-NAMED = ("mutants", "interpreter", "versions", "tolerances", "errors in sigma", "claims", "blocks")
+NAMED = ("mutants", "interpreter", "versions", "tolerances", "errors in sigma", "claims", "pull requests", "blocks")
 NEEDED = ("table", "what", "command", "machine", "date", "value")
 # The fields of a record, in the order of the file. `shared` says that other programs used the machine, `versions` are those that
 # differ from the machine's, and `sample` says on what a value was measured. A spread is the smallest and the largest value, or the

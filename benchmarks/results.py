@@ -1,4 +1,4 @@
-"""docs/results.md and docs/decode-blocks.md, made of the records in docs/results.json and the texts in benchmarks/*.md.j2.
+"""docs/results.md and the pages beside it, made of the records in docs/results.json and the texts in benchmarks/*.md.j2.
 
     python -m benchmarks.results            write the pages
     python -m benchmarks.results --check    only compare: the exit code is 1 if a page is not what the records say
@@ -20,7 +20,9 @@ import jinja2
 
 from benchmarks.records import RECORDS, ROOT, Record, read
 
-PAGES = {f"{name}.j2": ROOT / "docs" / name for name in ("results.md", "decode-blocks.md")}  # by their templates
+PAGES = {
+    f"{name}.j2": ROOT / "docs" / name for name in ("results.md", "decode-blocks.md", "megatron-claims.md")
+}  # by their templates
 WIDTH = 100  # of prose
 
 

@@ -42,6 +42,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ),
     ("claims JSON", "key"): lambda: dict_keys("rows", "interrupted") | dict_keys("device", "text"),
     ("claims JSON", "key of a row"): lambda: {*fields(definition("Row")), "measured"},
+    ("claims JSON", "key of a decision"): lambda: fields(definition("Ruling")),
     ("fetch JSON", "key"): lambda: {"folder", "fetched", *dict_keys("sha256", "patterns")},
     ("The record of the GPU tests", "key"): lambda: definition("KINDS"),
 }

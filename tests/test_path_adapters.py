@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.cases.path_case import ParallelCase
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from tests import wrong_megatron
-from verify.adapters import fla_parallel, megatron, megatron_training
+from verify.adapters import fla_parallel, megatron, megatron_norm, megatron_training
 from verify.adapters.base import PathAdapter
 from verify.adapters.loader import AdapterError, load
 from verify.cli.fetch_command import FetchError, fetch, manifest_in
@@ -115,6 +116,15 @@ class GlobalZigzag(megatron.MegatronLayer):
         return super().run(x if place.cp.size == 1 else x.replaced(cu_seqlens=None), place)
 
 
+class Unnormalised(megatron_norm.MegatronNormInKernel):
+    """Leaves the norm out before the kernel and in it."""
+
+    def module(self, groups: Any, layer: Layer, **settings: Any) -> nn.Module:
+        module = megatron.MegatronLayer.module(self, groups, layer, **settings)
+        vars(module).update(use_qk_l2norm=False)
+        return module
+
+
 class OtherHalfFirst(megatron.MegatronDeterministic):
     """Gives a rank its two pieces in the other order."""
 
@@ -134,6 +144,7 @@ GDR, KDA, CONV = (
 )
 FUSED = "qk_norm=combined thd_all_to_all=fused"
 FLA, TORCH = f"conv=fla rule=fla {FUSED}", FUSED
+IN_KERNEL = FLA.replace("combined", "in_kernel")
 LAYER = "key_dim=4 value_dim=8 heads=2 value_heads=4"
 TRAINED = f"adapter=megatron/training {LAYER} {FLA}"
 TRAINED_IN_TORCH = f"adapter=megatron/training_deterministic {LAYER} {TORCH}"
@@ -155,13 +166,13 @@ def holds(two: RankGroup, line: str) -> None:
     assert outcome.rows > 0
 
 
-def broken(two: RankGroup, line: str, output: str) -> None:
-    """Its values are wrong, those of `output` among them, and on one rank alone they are not."""
+def broken(two: RankGroup, line: str, output: str, *, alone: bool = False) -> None:
+    """Its values are wrong, those of `output` among them, and on one rank alone they are only with `alone`."""
     outcome = asked(two, line)
     assert outcome.verdict is Verdict.BROKEN, outcome.reason
     wrong = {finding.output for finding in outcome.findings if finding.rows}
     assert output in wrong, outcome.findings
-    assert not any("with tp=1" in name for name in wrong), wrong
+    assert any("with tp=1" in name for name in wrong) is alone, wrong
 
 
 def spec_of(kind: type) -> str:
@@ -206,6 +217,7 @@ def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, oper
         f"law=round_trip adapter=megatron/exchange cp=2 {LAYER} lengths=8+8",
         f"law=fused adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8",
         f"law=parallel adapter=megatron/layer cp=2 {LAYER} packed=yes padding=more lengths=3+0+5 conv_bias=yes {FLA}",
+        f"law=parallel adapter=megatron/norm_in_kernel cp=2 {LAYER} packed=yes lengths=4+0+8 {IN_KERNEL}",
         f"law=parallel adapter=megatron/layer tp=2 sp=yes {LAYER} lengths=4+4 dtype=bf16 {FLA}",
         f"law=parallel adapter=megatron/deterministic cp=2 {LAYER} lengths=8+8 {TORCH}",
         f"law=repeats adapter=megatron/deterministic tp=2 {LAYER} lengths=8+8 deterministic=yes {TORCH}",
@@ -220,11 +232,12 @@ def test_megatron_holds(megatrons: RankGroup, line: str) -> None:
     [
         (OneSection, "law=exchange variant=heads cp=2 packed=yes lengths=4+8 thd_all_to_all=fused", "from tokens to heads"),
         (GlobalZigzag, f"law=parallel cp=2 packed=yes lengths=4+8 {FLA}", "y"),
+        (Unnormalised, f"law=parallel cp=2 packed=yes lengths=4+8 {IN_KERNEL}", "y"),
         (OtherHalfFirst, f"law=parallel cp=2 lengths=8 {TORCH}", "y"),
     ],
 )
 def test_laws_see_what_is_said_wrong_of_megatron(megatrons: RankGroup, kind: type, line: str, output: str) -> None:
-    broken(megatrons, f"{line} adapter={spec_of(kind)} {LAYER}", output)
+    broken(megatrons, f"{line} adapter={spec_of(kind)} {LAYER}", output, alone=kind is Unnormalised)
 
 
 @pytest.mark.parametrize(

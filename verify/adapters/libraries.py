@@ -63,8 +63,10 @@ class Library:
     def release(self) -> str | None:
         """The version of the files in `folder()`. None if there are none, or if they do not say."""
         folder = self.folder()
-        if folder is None:
-            return None
+        return None if folder is None else self.release_in(folder)
+
+    def release_in(self, folder: str) -> str | None:
+        """The version of the files in a folder. None if they do not say."""
         for found in importlib.metadata.distributions(name=self.distribution, path=[folder]):
             return found.version
         for name in VERSIONS:
@@ -176,7 +178,7 @@ LIBRARIES = {
             "megatron",
             "megatron-core",
             "0.19.2",
-            files=("megatron/core/*.py", *_OF_EVERY_WHEEL),
+            files=("megatron/core/*.py", "megatron/training/training.py", *_OF_EVERY_WHEEL),
             needed=("megatron/core/packed_seq_params.py", "megatron/core/transformer/transformer_config.py"),
             gates=(),
             others=("0.18.2", "0.17.1", "0.16.1"),

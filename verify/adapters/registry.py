@@ -59,6 +59,7 @@ PATHS = {
     "fla/kda_cp": "verify.adapters.fla_parallel:KdaCP",
     "fla/conv_cp": "verify.adapters.fla_parallel:ConvCP",
     "megatron/layer": "verify.adapters.megatron:MegatronLayer",
+    "megatron/norm_in_kernel": "verify.adapters.megatron_norm:MegatronNormInKernel",
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
     "megatron/training": "verify.adapters.megatron_training:MegatronTraining",
     "megatron/training_deterministic": "verify.adapters.megatron_training:MegatronTrainingDeterministic",

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich import box
 from rich.table import Table
@@ -85,16 +85,26 @@ def rounds_of(rows: Sequence[Row]) -> str:
     return f"median (first to last decile) of {times} rounds, forms by turns; first calls include what is compiled and tuned"
 
 
-def table(rows: Sequence[Row]) -> Table:
+class Printed(Protocol):
+    """A row that can be printed. `reason` says why it has nothing that was measured."""
+
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    def cells(self) -> tuple[str, ...]: ...
+
+
+def table(rows: Sequence[Printed], head: Sequence[str] = HEAD) -> Table:
     """The table for a terminal."""
-    result = Table(*HEAD, box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         cells = [Text(cell) for cell in row.cells()]  # Text, because brackets in a cell are no markup
         result.add_row(*cells, style="red" if row.broken else "dim" if row.reason else "")
     return result
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Printed], head: Sequence[str] = HEAD) -> str:
     """The table as markdown."""
-    lines = [HEAD, tuple("---" for _ in HEAD), *(row.cells() for row in rows)]
+    lines = [head, tuple("---" for _ in head), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -21,9 +21,11 @@ from verify.claims import serving_claims as serving
 from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT, REAL, TINY, Setting
 from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
+from verify.claims.tuning import limit_tuning
+from verify.cli import megatron_claims_command as megatron
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.cli.output import check_writable, write_file
-from verify.cli.parsers import CLAIMS, CONFIGURATIONS
+from verify.cli.parsers import CLAIMS, CONFIGURATIONS, PULLS
 from verify.cli.terminal import print_error, print_line, write
 from verify.execution.faults import short
 
@@ -49,6 +51,9 @@ PARTS: dict[int, tuple[tuple[str, Part], ...]] = {
 
 def act(options: argparse.Namespace) -> int:
     """Measure and report. Returns the exit code."""
+    if options.megatron or {*(options.claim or ())} & {*PULLS}:
+        return megatron.act(options)
+    options.device = options.device or "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         print_error("claims need a GPU, and torch sees none")
         return UNDECIDED
@@ -134,18 +139,6 @@ def _prepare_kernels(options: argparse.Namespace) -> None:
         core()
         if options.quick and options.device != "cpu":
             limit_tuning(CONFIGURATIONS)
-
-
-def limit_tuning(most: int) -> None:
-    """Limit autotuning of flash-linear-attention's kernels to `most` configurations, spread evenly over each kernel's list."""
-    import fla.modules.causal_conv1d
-    import fla.modules.l2norm
-    import fla.ops.gated_delta_rule  # noqa: F401 - the import creates the autotuners
-    from triton.runtime.autotuner import Autotuner
-
-    for tuner in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Autotuner)]:
-        count = len(tuner.configs)
-        tuner.configs = [tuner.configs[place * count // most] for place in range(most)] if count > most else tuner.configs
 
 
 def _write(place: str | None, properties: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> bool:

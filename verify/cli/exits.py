@@ -30,8 +30,8 @@ EXITS_OF = {
     ),
     "claims": _told(
         "every claim that this host can measure is measured, and right",
-        "a form is wrong",
-        "nothing is measured, or something failed",
+        "a form or a claim is wrong",
+        "nothing is measured, a release is missing, or something failed",
     ),
     "fetch": _told("the files are there", None, "they could not be had"),
 }

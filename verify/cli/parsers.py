@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import verify
 from properties.cases.line import split_line
 from properties.names import did_you_mean
-from verify.adapters.libraries import LIBRARIES
+from verify.adapters.libraries import FOLDER, LIBRARIES
 from verify.adapters.registry import OWN, ZOO, check_spec
 from verify.cli.exits import EXITS, EXITS_OF, USAGE
 from verify.cli.options import (
@@ -36,6 +36,13 @@ CLAIMS = {
     4: "one all-to-all for one a sequence",
     5: "blocks of the decode kernel",
     6: "FLOPs of the layer",
+}
+# Pull requests of Megatron-LM, whose claims are settled on releases before and after them.
+PULLS = {
+    1989: "the layer, TP, SP and FLOPs",
+    3040: "convolution and norm",
+    4913: "one all-to-all for one a sequence",
+    5396: "norm in the kernel",
 }
 CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
 ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
@@ -294,9 +301,22 @@ def _claims(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--claim",
         type=int,
-        choices=CLAIMS,
+        choices=(*CLAIMS, *PULLS),
         action="append",
-        help="only this claim (may be repeated): " + ", ".join(f"{claim} {name}" for claim, name in CLAIMS.items()),
+        help="only this claim (may be repeated): "
+        + ", ".join(f"{claim} {name}" for claim, name in CLAIMS.items())
+        + "; or of this pull request of Megatron-LM, on its releases: "
+        + ", ".join(f"{pull} {name}" for pull, name in PULLS.items()),
+    )
+    parser.add_argument(
+        "--megatron",
+        action="store_true",
+        help="settle the claims of all these pull requests, on the authors' released code",
+    )
+    parser.add_argument(
+        "--releases",
+        metavar="DIR",
+        help=f"for pull requests: a folder that has a folder for each release of Megatron-LM (default {FOLDER})",
     )
     parser.add_argument(
         "--quick",
@@ -304,7 +324,9 @@ def _claims(parser: argparse.ArgumentParser) -> None:
         help=f"use fewer sizes and rounds, and tune kernels over at most {CONFIGURATIONS} configurations",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted, with tiny sizes, whose times mean nothing"
+        "--device",
+        choices=("cuda", "cpu"),
+        help="cpu: interpreted, with tiny sizes, whose times mean nothing (default cuda; for pull requests cpu without a GPU)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
