@@ -117,9 +117,9 @@ class MegatronTraining(MegatronLayer):
     def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
         m, module, groups = self.training, self._module(x, place), _groups(place).collection
         hidden = x.hidden.detach().requires_grad_()
-        settings = m.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        reduction = m.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         with self._without_gpu(x.hidden.device):
-            model = m.DistributedDataParallel(module.config, settings, module, pg_collection=groups)
+            model = m.DistributedDataParallel(module.config, reduction, module, pg_collection=groups)
             y: Tensor
             y, _ = model(hidden, None, **self.more_arguments(x))
             y.backward(dy)
@@ -135,8 +135,8 @@ class MegatronTraining(MegatronLayer):
 
     def resharded(self, shards: dict[str, Tensor], layer: Layer, place: Place, mesh: Mesh) -> dict[Rank, dict[str, Tensor]]:
         everyone = _groups(place).everyone
-        whole: dict[str, Any] = {"layer": layer, "conv_bias": "conv.bias" in shards}
-        module = self.module(_groups(place).collection, **whole, device=shards["A_log"].device)
+        shape: dict[str, Any] = {"layer": layer, "conv_bias": "conv.bias" in shards}
+        module = self.module(_groups(place).collection, **shape, device=shards["A_log"].device)
         _fill(module, renamed(shards))
         with tempfile.TemporaryDirectory() as folder:
             self._save(module, _groups(place).collection.dp_cp, folder, everyone)
@@ -144,7 +144,7 @@ class MegatronTraining(MegatronLayer):
             loaded = {}
             for rank in mesh.ranks():
                 tp, cp = (Group(_Seat(getattr(rank, axis), getattr(mesh, axis))) for axis in ("tp", "cp"))
-                empty = self.module(self.megatron.ProcessGroupCollection(tp=tp, cp=cp), **whole)
+                empty = self.module(self.megatron.ProcessGroupCollection(tp=tp, cp=cp), **shape)
                 loaded[rank] = self._load(empty, cp, folder)
         return loaded
 
