@@ -99,6 +99,8 @@ LAYERS = {
     "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
     "fla/kda_layer": "verify.adapters.fla_layer:KdaLayer",
     "fla/kda_layer_recurrent": "verify.adapters.fla_layer:KdaLayerRecurrent",
+    "torchtitan/qwen3_5_layer": "verify.adapters.torchtitan_layer:Qwen35Layer",
+    "nemo/qwen3_5_moe_layer": "verify.adapters.nemo_layer:Qwen35MoeLayer",
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
     "transformers/qwen3_5_moe_layer": "verify.adapters.transformers_layer:Qwen35MoeLayer",
