@@ -147,7 +147,6 @@ LIBRARIES = {
                 "vllm/model_executor/layers/quantization/utils/quant_utils.py",
                 "vllm/model_executor/utils.py",
                 "vllm/model_executor/warmup/*.py",
-                "vllm/models/glm5next/nvidia/ops/third_party/*.py",
                 "vllm/models/kimi_k3/nvidia/ops/third_party/*.py",
                 "vllm/platforms/*.py",
                 "vllm/scalar_type.py",
