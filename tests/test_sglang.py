@@ -44,9 +44,10 @@ def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int
 
 @pytest.mark.parametrize("spec", ADAPTERS)
 def test_kernel_equals_the_definition(spec: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
-    found = report(spec, "oracle", sglang_worker, tmp_path, cases=3)
+    cases = 1 if spec == "sglang/chunk_kda_gated" else 3  # whose cases are larger than those of pools
+    found = report(spec, "oracle", sglang_worker, tmp_path, cases)
     assert found.verdict is Verdict.HOLDS, found
-    assert found.counts[Verdict.HOLDS] >= 3
+    assert found.counts[Verdict.HOLDS] >= cases
 
 
 # Calls with a mistake of the caller, as a server makes them
