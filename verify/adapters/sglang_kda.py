@@ -126,8 +126,8 @@ class ChunkKdaGated(SGLang):
         pool = zeros if x.state is None else x.state.mT.clone(memory_format=torch.contiguous_format)
         gate: dict[str, Any] = {"g": x.get("g"), "beta": x.get("beta")}
         if x.get("a") is not None:
-            bias = None if x.dt_bias is None else x.dt_bias.flatten()
-            gate |= {"g": x.a, "A_log": x.A_log, "dt_bias": bias, "lower_bound": x.get("lower_bound")}
+            bias = None if x.dt_bias is None else x.dt_bias.flatten().contiguous()
+            gate |= {"g": x.a, "A_log": x.A_log.contiguous(), "dt_bias": bias, "lower_bound": x.get("lower_bound")}
         if x.get("b") is not None:
             gate |= {"beta": x.b, "beta_is_raw": True}
         o = call(self.module(), x, pool, torch.arange(count, device=x.v.device), **gate)

@@ -85,7 +85,7 @@ class ChunkKdaGated(VLLM):
             x.a,
             x.b,
             x.A_log.contiguous(),
-            None if x.dt_bias is None else x.dt_bias.flatten(),
+            None if x.dt_bias is None else x.dt_bias.flatten().contiguous(),
             scale=x.scale,
             initial_state=None if x.state is None else states(x),
             output_final_state=x.output_final_state,
@@ -125,7 +125,7 @@ class KdaGate(VLLM):
             dense(x.a).flatten(-2),
             x.A_log.contiguous(),
             x.a.shape[-1],
-            None if x.dt_bias is None else x.dt_bias.flatten(),
+            None if x.dt_bias is None else x.dt_bias.flatten().contiguous(),
             lower_bound=x.get("lower_bound"),
         )
         return g
@@ -166,7 +166,11 @@ class RecurrentKda(VLLM):
         module, raw = self.module(), (x.get("a") is not None, x.get("b") is not None)
         blocks, accepted = (x.slots, None) if {*sequences(x, "v")} == {1} else blocks_of_tokens(x)
         q, k, v = slices(x, side_by_side(x))
-        gate = {"A_log": x.A_log.contiguous(), "dt_bias": None if x.dt_bias is None else x.dt_bias.flatten()} if raw[0] else {}
+        gate = (
+            {"A_log": x.A_log.contiguous(), "dt_bias": None if x.dt_bias is None else x.dt_bias.flatten().contiguous()}
+            if raw[0]
+            else {}
+        )
         with in_blocks(module, "fused_recurrent_kda_fwd_kernel", x.block_v):
             o, _ = module.fused_recurrent_kda_fwd(
                 q,
@@ -232,7 +236,7 @@ class PackedDecodeKda(RecurrentKda):
                 dense(x.a).flatten(0, 1).unsqueeze(0),
                 dense(x.b).flatten(0, 1).unsqueeze(0),
                 x.A_log.contiguous(),
-                x.dt_bias.flatten(),
+                x.dt_bias.flatten().contiguous(),
                 None,
                 initial_state=x.pool.mT,
                 state_indices=x.slots,
