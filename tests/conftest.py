@@ -74,6 +74,18 @@ def flashinfer_files(pytestconfig: pytest.Config) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def torchtitan_files(pytestconfig: pytest.Config) -> pathlib.Path:
+    """The same of torchtitan. Its wheel has 1 MB."""
+    return fetched("torchtitan", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def nemo_files(pytestconfig: pytest.Config) -> pathlib.Path:
+    """The same of NeMo AutoModel. Its wheel has 4 MB."""
+    return fetched("nemo_automodel", pytestconfig)
+
+
+@pytest.fixture(scope="session")
 def library_workers() -> Iterator[dict[str, "Worker"]]:
     """A worker for each serving library: importing one takes seconds."""
     from verify.process.worker import Worker

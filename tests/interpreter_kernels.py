@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from packaging.version import Version
+from triton.language.extra import libdevice
 
 raw_exp = tl.exp  # Bound before the shim, as by a module that a caller imported first.
 
@@ -38,6 +39,15 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 def cast_kernel(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def library_kernel(x, exps, logs, roots, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i)
+    tl.store(exps + i, libdevice.exp(-a))
+    tl.store(logs + i, libdevice.log(a))
+    tl.store(roots + i, libdevice.rsqrt(a))
 
 
 @triton.jit
@@ -494,6 +504,14 @@ def check_neg_and_abs() -> None:
 def check_exp() -> None:
     x = numbers(4096)
     torch.testing.assert_close(unary("exp", x, F32), x.float().exp(), rtol=1e-6, atol=0)
+
+
+def check_library() -> None:
+    """The functions of libdevice are those of the language."""
+    x = numbers(4096).float().abs() + 1
+    y, want = torch.empty(3, len(x)), torch.stack([(-x).exp(), x.log(), x.rsqrt()])
+    library_kernel[(1,)](x, *y, N=len(x))
+    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
 
 
 def check_constants() -> None:

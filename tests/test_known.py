@@ -134,10 +134,11 @@ def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.
     assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=15")))
 
 
-def test_a_defect_with_decay_linear_may_name_its_outputs(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("gate", "words"), [("saturated", "decay=linear backward=no"), ("edges", "backward=no")])
+def test_a_defect_with_a_decay_that_is_given_may_name_its_outputs(gate: str, words: str, tmp_path: pathlib.Path) -> None:
     """A kernel that computes its own gate takes no decay, so the outputs of that form are looked up without it."""
-    line = LINE.replace("gate=saturated", "gate=saturated decay=linear backward=no")
-    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "outputs": '["o", "final_state"]'}))
+    line = LINE.replace("gate=saturated", f"gate={gate} {words}")
+    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "where": f'"gate={gate}"', "outputs": '["o", "final_state"]'}))
     assert defect.outputs == ("o", "final_state")
 
 

@@ -138,6 +138,22 @@ def test_a_package_may_stay_as_it_is(orchard: pathlib.Path, monkeypatch: pytest.
     assert serving.module("orchard.trees.apple").RIPE == "stub"
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_requirement_is_replaced_where_it_is_not_installed(
+    there: bool,  # noqa: FBT001 - a parameter
+    orchard: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(orchard, {"trees/pear.py": "from ladders import STEPS"})
+    if there:
+        (orchard / "ladders.py").write_text("STEPS = 'installed'")
+    monkeypatch.setitem(libraries.LIBRARIES, "orchard", dataclasses.replace(ORCHARD, stands_for=("ladders",)))
+    monkeypatch.setitem(stubs.STUBS, "ladders", {"ladders": {"STEPS": lambda: "stub"}})
+    steps = serving.module("orchard.trees.pear").STEPS
+    del sys.modules["ladders"]
+    assert steps == ("installed" if there else "stub")
+
+
 def test_a_module_beside_a_folder_of_its_name_is_no_package(orchard: pathlib.Path) -> None:
     write(orchard, {"trees/pear/seeds.txt": ""})
     assert serving.module("orchard.trees.pear").PEAR == "pear"

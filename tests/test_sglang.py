@@ -1,5 +1,6 @@
 """SGLang's kernels hold, and the adapters show a mistake of their callers. SGLang is fetched once, or its tests are skipped."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from tests.kills import Fewer, unexplained
-from verify.adapters import serving, sglang_pools
+from verify.adapters import serving, sglang_kda, sglang_pools
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
@@ -28,21 +29,25 @@ pytestmark = pytest.mark.interpreted
 SLOW_FIXTURES = ("sglang_worker",)
 HERE = "tests/test_sglang.py"
 ADAPTERS = [
-    spec for spec, place in BUILT_IN.items() if place.startswith(("verify.adapters.sglang_pools", "verify.adapters.sglang_rules"))
+    spec
+    for spec, place in BUILT_IN.items()
+    if place.partition(":")[0].removeprefix("verify.adapters.") in ("sglang_pools", "sglang_rules", "sglang_kda")
 ]
 
 
 def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int) -> LawReport:
-    with unexplained(), Check(Settings(spec, [law], Fewer("short", cases, large=False)), [worker], Store(folder)) as check:
+    defects = contextlib.nullcontext() if spec in BUILT_IN else unexplained()
+    with defects, Check(Settings(spec, [law], Fewer("short", cases, large=False)), [worker], Store(folder)) as check:
         (one,) = check.run()
     return one
 
 
 @pytest.mark.parametrize("spec", ADAPTERS)
 def test_kernel_equals_the_definition(spec: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
-    found = report(spec, "oracle", sglang_worker, tmp_path, cases=3)
+    cases = 1 if spec == "sglang/chunk_kda_gated" else 3  # whose cases are larger than those of pools
+    found = report(spec, "oracle", sglang_worker, tmp_path, cases)
     assert found.verdict is Verdict.HOLDS, found
-    assert found.counts[Verdict.HOLDS] >= 3
+    assert found.counts[Verdict.HOLDS] >= cases
 
 
 # Calls with a mistake of the caller, as a server makes them
@@ -95,9 +100,59 @@ class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
         return super().run(x.replaced(cu_seqlens=offsets, slots=slots))
 
 
+class KdaPromptsOfTheNextSlot(sglang_kda.ChunkKda):
+    """Every prompt has the slot of the next one."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(slots=x.slots.roll(1)))
+
+
+class KdaCommitsOneTokenLess(CommitsOneTokenLess, sglang_kda.VerifyKda):
+    """The same for drafts of KDA."""
+
+
+class SigmoidTwice(sglang_kda.ChunkKdaGated):
+    """The caller passes a sigmoid of b, of which the kernel takes the sigmoid again."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x if x.get("b") is None else x.replaced(b=x.b.sigmoid()))
+
+
+class NoLowerBound(sglang_kda.ChunkKdaGated):
+    """The caller forgets the model's lower bound of the log-decay."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(lower_bound=None) if x.get("a") is not None else x)
+
+
+GATED = "op=kda lengths=3 dtype=bf16 gate=10 in_kernel=both lower_bound=-5 state=random backward=no"
+STRONG = "op=decode lengths=12 packed=yes dtype=bf16 gate=tenth rule=kda"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        (
+            "sglang/chunk_kda",
+            f"{HERE}:KdaPromptsOfTheNextSlot",
+            "op=decode lengths=3+2 packed=yes dtype=bf16 state=random rule=kda",
+        ),
+        ("sglang/chunk_kda_gated", f"{HERE}:SigmoidTwice", GATED),
+        ("sglang/chunk_kda_gated", f"{HERE}:NoLowerBound", GATED),
+        ("sglang/chunk_kda", "sglang/chunk_kda", f"{STRONG} options=fused:yes"),
+    ],
+)
+def test_kda_shows_the_mistake_of_a_caller_and_strong_decays(right: str, wrong: str, line: str, sglang_worker: Worker) -> None:
+    """The kernels of large calls take decays that are too strong for the kernel of small ones (docs/FINDINGS.md)."""
+    lines = (f"adapter={right} {line.replace('fused:yes', 'fused:no')}", f"adapter={wrong} {line}")
+    verdicts = [Outcome.from_json(sglang_worker.ask(RunOne(f"law=oracle {line}"))).verdict for line in lines]
+    assert verdicts == [Verdict.HOLDS, Verdict.BROKEN]
+
+
 @pytest.mark.parametrize(
     ("kind", "law"),
     [
+        (KdaCommitsOneTokenLess, "accept"),
         (SlotsOfTheNextRequest, "oracle"),
         (CommitsOneTokenLess, "accept"),
         (ParentsOfAChain, "oracle"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from tests.kills import Fewer
-from verify.adapters import vllm_pools, vllm_rules
+from verify.adapters import vllm_kda, vllm_pools, vllm_rules
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
@@ -25,7 +25,9 @@ pytestmark = pytest.mark.interpreted
 SLOW_FIXTURES = ("vllm_worker",)
 HERE = "tests/test_vllm.py"
 ADAPTERS = [
-    spec for spec, place in BUILT_IN.items() if place.startswith(("verify.adapters.vllm_pools", "verify.adapters.vllm_rules"))
+    spec
+    for spec, place in BUILT_IN.items()
+    if place.partition(":")[0].removeprefix("verify.adapters.") in ("vllm_pools", "vllm_rules", "vllm_kda")
 ]
 
 
@@ -89,6 +91,50 @@ class EmptySequenceFirst(vllm_rules.Chunk):
         return o, None if final is None else final[1:]
 
 
+class StatesKeysFirst(vllm_kda.ChunkKda):
+    """The caller passes states as [N, HV, K, V]."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(state=x.state.mT))
+
+
+class SigmoidTwice(vllm_kda.ChunkKdaGated):
+    """The caller passes a sigmoid of b, of which the kernel takes the sigmoid again."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(b=x.b.sigmoid()))
+
+
+class NoLowerBound(vllm_kda.ChunkKdaGated):
+    """The caller forgets the model's lower bound of the log-decay."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(lower_bound=None))
+
+
+class GateWithoutBias(vllm_kda.KdaGate):
+    """The caller passes no dt_bias."""
+
+    def run(self, x: Inputs) -> Tensor:
+        return super().run(x.replaced(dt_bias=None))
+
+
+class KdaDraftKept(vllm_kda.RecurrentKda):
+    """The state after the last token is kept, as if every token were accepted."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(accepted=None))
+
+
+class BiasesOfOtherHeads(vllm_kda.PackedDecodeKda):
+    """The caller passes each head the dt_bias of the next."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(dt_bias=x.dt_bias.roll(1, 0)))
+
+
+KDA = "op=kda lengths=3 heads=2 value_heads=2 key_dim=4 value_dim=4 dtype=bf16 gate=10 state=random backward=no"
+SERVED_KDA = "op=decode heads=2 value_heads=2 packed=yes state=random gate=64 rule=kda in_kernel=both padding_slot=0 qk_norm=yes"
 DRAFT = "op=decode lengths=3+2 packed=yes state=random gate=64 padding_slot=0 in_kernel=both"
 
 
@@ -100,6 +146,12 @@ DRAFT = "op=decode lengths=3+2 packed=yes state=random gate=64 padding_slot=0 in
         ("vllm/verify", ForgetsTheAcceptedTokens, DRAFT),
         ("vllm/verify", OneBlockForADraft, DRAFT),
         ("vllm/prefill", OldStates, "op=decode lengths=2 packed=yes dtype=bf16 state=random fresh=all"),
+        ("vllm/chunk_kda", StatesKeysFirst, KDA),
+        ("vllm/chunk_kda_gated", SigmoidTwice, f"{KDA} in_kernel=both"),
+        ("vllm/chunk_kda_gated", NoLowerBound, f"{KDA} in_kernel=both lower_bound=-5"),
+        ("vllm/kda_gate", GateWithoutBias, "op=kda_gate lengths=3 beta=no backward=no"),
+        ("vllm/recurrent_kda", KdaDraftKept, f"{SERVED_KDA} lengths=3+2 accepted=some"),
+        ("vllm/packed_decode_kda", BiasesOfOtherHeads, f"{SERVED_KDA} lengths=1+1"),
         ("vllm/chunk", EmptySequenceFirst, "lengths=5 packed=yes dtype=bf16 state=random backward=no"),
     ],
 )

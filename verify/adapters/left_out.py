@@ -31,6 +31,14 @@ IN_FLASHINFER: Mapping[str, str] = {
     "replayssm_rawv": "it is for cache_replayssm",
 }
 IN_SGLANG: Mapping[str, str] = {
+    "A_log": "sglang/chunk_kda_gated passes it",
+    "beta_is_raw": "sglang/chunk_kda_gated passes it",
+    "dt_bias": "sglang/chunk_kda_gated passes it",
+    "chunk_indices": "the function computes it from cu_seqlens",
+    "chunk_offsets": "the function computes it from cu_seqlens",
+    "output_intermediate_states": "the states between chunks are no output of the operation",
+    "track_chunk_idx": "the states between chunks are no output of the operation",
+    "track_state": "the states between chunks are no output of the operation",
     "block_table": "it is for windows that lie in blocks of a prefix cache",
     "cache_ring": "it keeps inputs for a later replay, which is no part of the operation",
     "cache_seqlens": "it is for windows that are circular buffers",
@@ -64,6 +72,7 @@ IN_VLLM: Mapping[str, str] = {
     "core_attn_out": "it is a tensor of the caller's for the outputs",
     "inplace_final_state": "the states in the pool are updated in place, which is the default",
     "is_kda": "vllm/decode_kda passes it",
+    "lower_bound": "vllm/chunk_kda_gated passes it; requests in a pool have no such bound",
     "max_query_len": "vllm/conv_verify passes it",
     "metadata": "it has what the function computes from other arguments",
     "null_block_id": "padding has block 0, which is the default",

@@ -21,6 +21,7 @@ class Library:
     - `needed` are files without which nothing works. A wheel that lacks one is another release.
     - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
     - `whole` are packages whose own `__init__.py` runs even without the requirements, since other modules need its names.
+    - `stands_for` are packages that it requires and that stubs replace too, if they are not installed.
     - `others` are further releases that we tried, from new to old, and `python` is the version of Python whose wheel is taken.
     """
 
@@ -31,6 +32,7 @@ class Library:
     needed: tuple[str, ...]
     gates: tuple[str, ...]
     whole: tuple[str, ...] = ()
+    stands_for: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     python: str = "3.11"
 
@@ -147,6 +149,7 @@ LIBRARIES = {
                 "vllm/model_executor/layers/quantization/utils/quant_utils.py",
                 "vllm/model_executor/utils.py",
                 "vllm/model_executor/warmup/*.py",
+                "vllm/models/kimi_k3/nvidia/ops/third_party/*.py",
                 "vllm/platforms/*.py",
                 "vllm/scalar_type.py",
                 "vllm/third_party/flash_linear_attention/*.py",
@@ -161,6 +164,7 @@ LIBRARIES = {
                 "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
                 "vllm/model_executor/layers/mamba/ops/causal_conv1d.py",
                 "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
+                "vllm/models/kimi_k3/nvidia/ops/third_party/kda/chunk.py",
                 "vllm/v1/attention/backends/gdn_attn.py",
             ),
             gates=("vllm.third_party.flash_linear_attention.ops",),
@@ -183,6 +187,35 @@ LIBRARIES = {
             gates=(),
             others=("0.18.2", "0.17.1", "0.16.1"),
             python="3.12",
+        ),
+        Library(
+            "torchtitan",
+            "torchtitan",
+            "0.3.0",
+            files=(
+                "torchtitan/config/configurable.py",
+                "torchtitan/models/common/*.py",
+                "torchtitan/models/qwen3_5/model.py",
+                "torchtitan/models/qwen3_5/rope.py",
+                "torchtitan/protocols/module.py",
+                *_OF_EVERY_WHEEL,
+            ),
+            needed=("torchtitan/models/qwen3_5/model.py", "torchtitan/protocols/module.py"),
+            gates=("torchtitan.models.qwen3_5.model",),
+            stands_for=("spmd_types",),
+        ),
+        Library(
+            "nemo_automodel",
+            "nemo-automodel",
+            "0.7.0",
+            files=(
+                "nemo_automodel/components/models/common/packing.py",
+                "nemo_automodel/components/models/qwen3_5_moe/cp_linear_attn.py",
+                "nemo_automodel/shared/utils.py",
+                *_OF_EVERY_WHEEL,
+            ),
+            needed=("nemo_automodel/components/models/qwen3_5_moe/cp_linear_attn.py",),
+            gates=("nemo_automodel.components.models.qwen3_5_moe.cp_linear_attn",),
         ),
     )
 }

@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import threading
@@ -100,6 +101,9 @@ def _prepare(library: Library) -> str:
                 from verify.adapters.stubs import STUBS
 
                 sys.meta_path.insert(0, Finder(library.name, folder, STUBS[library.name], library.whole))
+                for package in library.stands_for:
+                    if importlib.util.find_spec(package) is None:
+                        sys.meta_path.insert(0, Finder(package, folder, STUBS[package]))
             _prepared[library.name] = not whole
         return folder
 

@@ -241,4 +241,54 @@ _VLLM: Mapping[str, Values] = {
     "vllm.v1.utils": {},
     "vllm.v1.worker.workspace": {},
 }
-STUBS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG, "vllm": _VLLM, "flashinfer": {}}
+
+
+def _as_it_is(*_: object, **__: object) -> Callable[[Any], Any]:
+    """A decorator with arguments that returns the function as it is."""
+    return _identity
+
+
+_MODULE: Values = _from("torchtitan.protocols.module", "Module")
+_TORCHTITAN: Mapping[str, Values] = {
+    "torchtitan.config": _from("torchtitan.config.configurable", "Configurable"),
+    "torchtitan.models.common": {
+        **_from("torchtitan.models.common.linear", "Linear"),
+        **_from("torchtitan.models.common.nn_modules", "Conv1d"),
+    },
+    "torchtitan.distributed.utils": _constants(get_spmd_backend=lambda: "spmd_types", is_in_batch_invariant_mode=_never),
+    "torchtitan.distributed.compile": _constants(maybe_regional_inductor=_as_it_is),
+    "torchtitan.observability.structured_logger": _constants(log_trace_span=contextlib.nullcontext),
+    # The model and its other layers, and what divides them among ranks, which a layer on one device does not use. Classes of the
+    # model's file are derived from two of them, so these are torchtitan's base class.
+    "torchtitan.models.common.decoder": {"Decoder": _MODULE["Module"]},
+    "torchtitan.models.qwen3_5.vision_encoder": {"Qwen35VisionEncoder": _MODULE["Module"]},
+    "torchtitan.distributed.parallel_dims": {},
+    "torchtitan.distributed.spmd_types": {},
+    "torchtitan.models.common.multimodal": {},
+    "torchtitan.models.qwen3_5.sharding": {},
+    "torchtitan.models.utils": {},
+    "torchtitan.protocols.sharding": {},
+    "torchtitan.tools.utils": {},
+}
+# Annotations of how tensors lie on ranks. Where nothing checks them, decorated functions are called as they are.
+_SPMD_TYPES: Mapping[str, Values] = {
+    "spmd_types": _constants(
+        local_map=_as_it_is,
+        no_typecheck=_as_it_is,
+        local=contextlib.nullcontext,
+        register_local_autograd_function=_nothing,
+        is_type_checking=_never,
+        S=_nothing,
+        **dict.fromkeys("RVIP"),
+    ),
+    "spmd_types.runtime": {},
+    "spmd_types.checker": {},
+}
+STUBS: Mapping[str, Mapping[str, Values]] = {
+    "sglang": _SGLANG,
+    "vllm": _VLLM,
+    "flashinfer": {},
+    "torchtitan": _TORCHTITAN,
+    "spmd_types": _SPMD_TYPES,
+    "nemo_automodel": {"nemo_automodel.components.models.common.utils": {}},  # choices of attention kernels
+}

@@ -244,7 +244,8 @@ def words_of(run: Run) -> dict[str, str]:
 def _forms(case: Any) -> list[Any]:
     """The case, both with gate and beta as inputs and computed in the kernel."""
     if isinstance(case, Case) and case.operation != "delta_rule":
-        return [case, *(dataclasses.replace(case, values="ordinary", decay="log", in_kernel=form) for form in ("none", "both"))]
+        legal = dataclasses.replace(case, values="ordinary", gate="forever", decay="log")  # with any form
+        return [case, *(dataclasses.replace(legal, in_kernel=form) for form in ("none", "both"))]
     return [case]
 
 

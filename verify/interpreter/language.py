@@ -9,6 +9,9 @@ from typing import Any
 
 from verify.interpreter.internals import get, put
 
+# Functions of the CUDA library that the language has under the same name. Without a compiler, those of the library return None.
+OF_THE_LANGUAGE = ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt", "erf", "abs", "floor", "ceil")
+
 
 def patch_language() -> None:
     """Bind the language's builtins once, and let loop variables, min and max be what the compiler makes of them.
@@ -17,6 +20,7 @@ def patch_language() -> None:
     one permanent rebinding serves them all.
     """
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     semantic, is_builtin = get("interpreter.interpreter_semantic"), get("core.is_builtin")
 
@@ -25,6 +29,8 @@ def patch_language() -> None:
 
     put("interpreter._patch_attr", patch_attr)
     get("interpreter._patch_lang")(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    for name in OF_THE_LANGUAGE:
+        setattr(libdevice, name, getattr(tl, name))
     bound: dict[int, dict[str, Any]] = {}
 
     def patch_lang(fn: Any) -> Any:
