@@ -27,7 +27,9 @@ NOT_OF_POOLS = {
     "longest": _OWN.format("most_tokens"),
     **dict.fromkeys(("initial_states", "final_states"), "because every request of a pool has a state"),
     "length_step": "because a request may have any number of tokens",
-    **dict.fromkeys(("left_out", "channel_decays", "lower_bounds"), "because decode has no such argument"),
+    **dict.fromkeys(
+        ("left_out", "channel_decays", "lower_bounds", "qk_norm_eps", "qk_norm_forms"), "because decode has no such argument"
+    ),
 }
 
 
