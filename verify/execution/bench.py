@@ -77,6 +77,7 @@ class AdapterBench(Timed):
         self.counterpart = counterpart or adapter
         self.domain = adapter.domain
         self.says = adapter  # the adapter whose declarations a run is judged by
+        self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.impure: list[Finding] = []
         self.lost = ""  # why the device can no longer be used; "" if it can
         self.ready: Ready | None = None
@@ -91,7 +92,10 @@ class AdapterBench(Timed):
         with self.timed("oracle_s"), devices.default("cpu"):
             if self.ready is not None and case is self.case:
                 return self.ready.call()
-            return case.inputs(self.device), case.cotangents(self.device) if case.backward else None
+            inputs: Inputs = case.inputs(self.device)
+            if inputs.get("qk_norm"):
+                inputs = inputs.replaced(**self.norm)
+            return inputs, case.cotangents(self.device) if case.backward else None
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
