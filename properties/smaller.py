@@ -328,13 +328,13 @@ def _dt_bias(case: Case | PoolCase) -> Changes:
         yield f"dt_bias={text_of(not inside)}", {"dt_bias": not inside}
 
 
-def _no_norm(case: Case) -> Changes:
+def _no_norm(case: Case | PoolCase) -> Changes:
     """Yield the case without a norm of q and k, and so without the norm's eps and form."""
     if case.qk_norm:
         yield "qk_norm=no", {"qk_norm": False, "qk_norm_eps": "1e-6", "qk_norm_form": "inside"}
 
 
-def _norms(case: Case) -> Changes:
+def _norms(case: Case | PoolCase) -> Changes:
     """Yield the case with a norm, in each form and with each eps; one of them is inside the domain."""
     for form, eps in itertools.product(NORM_FORMS, NORM_EPS) if not case.qk_norm else ():
         changes = {"qk_norm": True, "qk_norm_eps": eps, "qk_norm_form": form}
@@ -427,12 +427,12 @@ SMALLER_LAYERS = Smaller(
     telling=(_longer,),
 )
 SMALLER_POOLS = Smaller(
-    (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _fewer_options),
+    (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _no_norm, _fewer_options),
     SIMPLEST_POOL,
     ("key_dim", "value_dim"),
     # Of fewer requests than in the larger case, other ones are padding, begin anew, or keep fewer tokens.
     beside=dict.fromkeys(("padded", "fresh", "accepted"), ("lengths",)),
-    telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
+    telling=(_longer, _norms, _one_of(scale=("one",))),
 )
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, (), telling=(_longer,))
 SMALLER_TRACES = Smaller(

@@ -1,13 +1,16 @@
 """Right implementations whose L2 norm of q and k has another eps or form than most, and wrong ones in these conventions."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from oracles.gated_delta import repeat_heads
 from oracles.operation import Inputs
 from properties.domain import Domain
+from properties.pool_domain import PoolDomain
 from tests.right import Recurrent
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import Chunkwise, Serving
 
 
 def inside(x: Tensor, eps: float) -> Tensor:
@@ -142,6 +145,31 @@ class ForgetsForm(AsTold):
 
     def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return super().keys(x.replaced(qk_norm_form="inside"))
+
+
+class LargeEpsPool(Serving):
+    """Requests in a pool; eps is 1e-5, inside the root (vLLM on CPUs)."""
+
+    domain = PoolDomain(rule=Domain(qk_norm_eps=("1e-5",), backward=False))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-5)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        if not x.qk_norm:
+            return super().run(x)
+        return super().run(x.replaced(q=self.norm(x.q.float()), k=self.norm(x.k.float()), qk_norm=False))
+
+
+class AsToldPool(LargeEpsPool):
+    """The same with both forms, and eps from the call."""
+
+    domain = PoolDomain(rule=dataclasses.replace(AsTold.domain, backward=False))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        form = {"inside": inside, "max": least}[x.qk_norm_form]
+        q, k = (form(t.float(), x.qk_norm_eps) if x.qk_norm else t for t in (x.q, x.k))
+        return super().run(x.replaced(q=q, k=k, qk_norm=False))
 
 
 RIGHT = (Usual, TinyEps, LargeEps, LeastNorm, LeastNormOfTorch, LeastNormLarge)

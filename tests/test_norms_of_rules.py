@@ -9,19 +9,24 @@ from typing import Any
 
 import pytest
 
+from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.palette import sample
+from properties.pool_domain import PoolDomain, pool_cases
 from properties.rule_laws import LAWS
 from properties.strategies import Example, cases
 from tests import right_norms
-from tests.right_norms import RIGHT, AsTold, TinyEps
+from tests.right_norms import RIGHT, AsTold, AsToldPool, LargeEpsPool, TinyEps
 from verify.adapters.base import Adapter
+from verify.engine import explaining
+from verify.engine.asking import Described
 from verify.engine.shrink import shrink
 from verify.execution import judging
 from verify.execution.execute import execute
 from verify.execution.run import Run
-from verify.process.outcome import Verdict
+from verify.process.outcome import Outcome, Verdict
+from verify.zoo.base import Serving
 
 SEVERAL = AsTold.domain
 
@@ -71,6 +76,36 @@ def test_under_another_convention_it_is_broken(
 @pytest.mark.slow_after_first
 def test_a_wrong_norm_is_detected(wrong: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(wrong(), law, wrong.domain, 20, monkeypatch, values="small")[-1] is Verdict.BROKEN
+
+
+@pytest.mark.parametrize("kind", [LargeEpsPool, AsToldPool])
+@pytest.mark.slow_after_first
+def test_a_right_norm_holds_on_a_pool_and_is_broken_under_another_convention(
+    kind: type[Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(kind.domain, rule=Domain(backward=False))
+    adapter, found = kind(), dict[str, list[Outcome]]()
+    monkeypatch.setitem(judging._LOADED, "it", adapter)
+    for name, domain in (("right", kind.domain), ("other", other)):
+        adapter.domain = domain
+        drawn = sample(pool_cases(domain, most=8, qk_norm=True, values=("small", "zero_rows")).map(Example), 4, 10)
+        found[name] = [execute(Run("oracle", "it", example)) for example in drawn]
+        assert all(domain.outside(example.case) is None for example in drawn)
+    assert {outcome.verdict for outcome in found["right"]} <= {Verdict.HOLDS, Verdict.BLIND}
+    assert (Verdict.BROKEN in {outcome.verdict for outcome in found["other"]}) is (kind is LargeEpsPool), "AsTold is told 1e-6"
+
+
+def test_a_pool_of_another_convention_is_judged_by_a_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = LargeEpsPool()
+    adapter.domain = PoolDomain(rule=Domain(backward=False))
+    monkeypatch.setitem(judging._LOADED, "it", adapter)
+    case = "op=decode lengths=2+2 key_dim=4 value_dim=4 values=small state=random qk_norm=yes seed=2"
+    run = Run("oracle", "it", Example(PoolCase.parse(case)))
+    assert execute(run).verdict is Verdict.BROKEN
+    assert execute(run, declared={"qk_norm_eps": "1e-5", "qk_norm_form": "inside"}).verdict is Verdict.HOLDS
+    assert execute(run, declared={"qk_norm_eps": "1e-6", "qk_norm_form": "max"}).verdict is Verdict.BROKEN
+    says = Described("it", adapter.domain, "recurrent", "none 1.0")
+    assert "qk_norm_eps = ('1e-5',) in its domain" in {way.words for way in explaining._ways(says, [run])}
 
 
 def test_what_is_drawn() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from oracles.norm import NORM_FORMS
 from properties.books import book_of
+from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case, overflows
 from properties.cases.rule_numbers import NORM_EPS
 from properties.domain import Domain
 from properties.laws import Law
+from properties.pool_domain import PoolDomain
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
@@ -81,7 +83,7 @@ def _with_small_values(example: Example) -> Example:
 
 
 def _normed(example: Example) -> bool:
-    return isinstance(example.case, Case) and example.case.qk_norm
+    return isinstance(example.case, Case | PoolCase) and example.case.qk_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +100,10 @@ class Way:
         case = run.example.case
         if not (self.norm and _normed(run.example)):
             return run
-        backward = case.backward and not (case.dtype == "fp16" and overflows(*self.declared.values()))
-        case = dataclasses.replace(case, **self.declared, backward=backward)
+        forward = (
+            {"backward": False} if case.dtype == "fp16" and isinstance(case, Case) and overflows(*self.declared.values()) else {}
+        )
+        case = dataclasses.replace(case, **self.declared, **forward)
         return dataclasses.replace(run, example=dataclasses.replace(run.example, case=case))
 
     def of(self, run: Run) -> Run:
@@ -109,7 +113,7 @@ class Way:
 
 def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
     """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG, and other norms if runs have one."""
-    domain = described.domain
+    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
     normed = isinstance(domain, Domain) and domain.qk_norm and all(_normed(run.example) for run in runs)
     return [*_roundings(described, runs), *(_norms(domain) if normed else ())]
 

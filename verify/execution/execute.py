@@ -12,7 +12,7 @@ from typing import Any
 from properties.books import book_of
 from properties.cases.call_case import CallCase
 from properties.cases.rule_numbers import NORM_EPS
-from properties.domain import Domain
+from properties.pool_domain import PoolDomain
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
 from verify.execution import recorder
@@ -99,8 +99,10 @@ def _executed(
     return outcome
 
 
-def _with_norm(domain: Domain, qk_norm_eps: str, qk_norm_form: str) -> Domain:
-    """The domain with one more eps and form of the norm of q and k."""
+def _with_norm(domain: Any, qk_norm_eps: str, qk_norm_form: str) -> Any:
+    """The domain of a rule, or of a pool, with one more eps and form of the norm of q and k."""
+    if isinstance(domain, PoolDomain):
+        return dataclasses.replace(domain, rule=_with_norm(domain.rule, qk_norm_eps, qk_norm_form))
     eps, forms = (*domain.qk_norm_eps, qk_norm_eps), (*domain.qk_norm_forms, qk_norm_form)
     return dataclasses.replace(domain, qk_norm_eps=tuple(dict.fromkeys(eps)), qk_norm_forms=tuple(dict.fromkeys(forms)))
 
