@@ -110,6 +110,7 @@ KINDS: list[dict[str, object]] = [
     {"in_kernel": "beta", "beta": "two"},
     {"in_kernel": "gate", "dtype": "bf16", "gate": "mixed"},
     {"in_kernel": "both", "qk_norm": True},
+    {"qk_norm": True, "qk_norm_eps": "1e-12", "qk_norm_form": "max", "values": "small"},
 ]
 
 
