@@ -12,7 +12,7 @@ import pytest
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.domain import Domain
-from properties.palette import sample
+from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain, pool_cases
 from properties.rule_laws import LAWS
 from properties.strategies import Example, cases
@@ -208,3 +208,12 @@ def test_the_call_must_name_a_norm() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             case.spec.check(dataclasses.replace(case).inputs().replaced(**words))
+
+
+@pytest.mark.slow
+def test_palettes_have_norms_of_the_domain_and_suit_the_law_about_them() -> None:
+    for domain in (SEVERAL, TinyEps.domain, Domain(dtypes=("fp16",), qk_norm_eps=("1e-12",))):
+        drawn = draw_palette(domain, 1, 12, ["oracle", "norm"])
+        examples = sample(drawn.examples(LAWS["norm"], domain), 5, 20)
+        assert len(examples) == 20
+        assert all(domain.outside(example.case) is None for example in examples)
