@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from oracles import gated_delta
+from oracles.norm import known_norm
 from oracles.operation import Inputs, Operation, Port, at_least_one, finite_scale, flag, grouped_heads, sequence_count, sequences
 from oracles.rounding import Arithmetic
 
 TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "alpha")
 _PARAMETERS = ("A_log", "dt_bias")
+_OPTIONS = ("cu_seqlens", "scale", "qk_norm", "qk_norm_eps", "qk_norm_form", "allow_neg_eigval")
 
 
 def forward(x: Inputs, arithmetic: Arithmetic, rule: Operation) -> dict[str, Tensor]:
@@ -47,7 +49,7 @@ def forward(x: Inputs, arithmetic: Arithmetic, rule: Operation) -> dict[str, Ten
     state = None
     if x.pool.shape[1]:
         state = x.pool.index_select(1, slots.where(named, 0)).where(read.reshape(-1, 1, 1, 1), 0.0)
-    options = {name: x[name] for name in (*_PARAMETERS, "cu_seqlens", "scale", "qk_norm", "allow_neg_eigval") if name in x}
+    options = {name: x[name] for name in (*_PARAMETERS, *_OPTIONS) if name in x}
     call = Inputs(**tokens, **options, state=state)
     counts = lengths if x.get("accepted") is None else x.accepted[0].long()
     if x.get("parents") is not None and state is not None:
@@ -170,13 +172,14 @@ def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = F
             grouped_heads,
             finite_scale,
             flag("qk_norm"),
+            known_norm,
             *(flag("allow_neg_eigval"),) * beta,
             one_slot_a_request,
             known_beginnings,
             no_more_than_drafted,
             earlier_parents,
         ),
-        ("scale", "qk_norm", *("allow_neg_eigval",) * beta, "padding", "block_v"),
+        ("scale", "qk_norm", "qk_norm_eps", "qk_norm_form", *("allow_neg_eigval",) * beta, "padding", "block_v"),
         parallel=("H", "HV"),
         classes=("chunkwise", "recurrent"),
     )

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from oracles import chunkwise, disturbed, gates
 from oracles.gates import GDN_GATE, KDA_GATE, negative_bound
-from oracles.norm import Normalised
+from oracles.norm import EPS, Normalised, known_norm
 from oracles.operation import (
     DTYPES,
     Inputs,
@@ -128,7 +128,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     x has q, k [B, T, H, K] and v [B, T, HV, V]. It may have beta [B, T, HV] (None means 1), g or alpha [B, T, HV] or
     [B, T, HV, K], gk [B, T, HV, K], gv [B, T, HV, V], state [N, HV, K, V], cu_seqlens [N + 1], scale (None means K ** -0.5) and
-    qk_norm (normalise q and k first).
+    qk_norm (normalise q and k first, in the form qk_norm_form and with qk_norm_eps, which mean EPS inside the root if absent).
     """
     linear = x.get("alpha") is not None
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
@@ -155,14 +155,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         value_heads = value_heads * value_width
     keys = {name: x[name].flatten(1, 2) for name in ("q", "k")}
     if arithmetic.algorithm == "exact":
-        q, k = (Normalised.apply(tensor, arithmetic, name) if x.get("qk_norm") else tensor for name, tensor in keys.items())
+        q, k = (_normalised(tensor, x, arithmetic, name) if x.get("qk_norm") else tensor for name, tensor in keys.items())
         o, final = chunkwise.delta_rule(q[0], k[0], v[0], g[0], beta[0], state[0], scale, lengths, arithmetic.chunk or 0)
         o, final = o.unsqueeze(0), final.unsqueeze(0)
     else:
         for name, vectors in keys.items():
             repeated = repeat_heads(arithmetic.input(vectors, name), value_heads)
             if x.get("qk_norm"):  # after repeating heads: an implementation may normalise (and round) each value head's copy
-                repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
+                repeated = _normalised(repeated, x, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
         if arithmetic.folds and decay is not None and not channels:
             g, channels = g.expand(*g.shape[:-1], width), True
@@ -176,6 +176,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         o, final = o.squeeze(-1).unflatten(-1, x.v.shape[-2:]), final.squeeze(-1).unflatten(2, x.v.shape[-2:]).mT
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
+
+
+def _normalised(tensor: Tensor, x: Inputs, arithmetic: Arithmetic, place: str) -> Tensor:
+    """Return q or k normalised in the form of the call."""
+    normalised: Tensor = Normalised.apply(
+        tensor, arithmetic, place, x.get("qk_norm_eps", EPS), 1, None, x.get("qk_norm_form", "inside")
+    )
+    return normalised
 
 
 def _finite(g: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -230,8 +238,16 @@ def _operation(
         ),
         (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
         forward,
-        (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_a_sequence("state"), *rules),
-        ("scale", "qk_norm", "output_final_state", "calls", *options),
+        (
+            at_least_one("H", "HV", "K", "V"),
+            grouped_heads,
+            finite_scale,
+            flag("qk_norm"),
+            known_norm,
+            one_a_sequence("state"),
+            *rules,
+        ),
+        ("scale", "qk_norm", "qk_norm_eps", "qk_norm_form", "output_final_state", "calls", *options),
         parallel=("H", "HV"),
         classes=("chunkwise", "recurrent"),
         unjudged={"dalpha": lambda x: x.alpha == 0} if [port.name for port in gate] == ["alpha"] else {},

@@ -1,6 +1,7 @@
 """Norms: the L2 norm of queries and keys, and the gated RMSNorm of the delta rule's output, alone or with the projection after it.
 
-    y = x / sqrt(sum(x^2) + eps)                                    l2norm
+    y = x / sqrt(sum(x^2) + eps)                                    l2norm: eps inside the root
+    y = x / max(sqrt(sum(x^2)), eps)                                l2norm with form "max": eps is the least norm
     y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
     y = linear (weight x / sqrt(mean(x^2) + eps) silu(z)) + bias    norm_gate_linear
 
@@ -8,6 +9,10 @@ The first two work over the last axis, in each head separately. norm_gate_linear
 a token, which the matrix `linear` [E, D] then projects. silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate.
 It may have a residual, which is added to x first, and may return the sum x + residual too. eps must be above 0, because a row of
 zeros would otherwise be 0 / 0.
+
+With form "max", a row shorter than eps becomes x / eps, so its gradient is dx = dy / eps. A longer row becomes x / |x|, whose
+gradient is across x. The gradient jumps where |x| = eps; there we take that of x / |x|, as torch's clamp does. A row of zeros has
+dx = dy / eps, and with eps inside the root dx = dy / sqrt(eps).
 """
 
 import dataclasses
@@ -22,15 +27,20 @@ from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
 GATINGS = ("silu", "sigmoid")
+NORM_FORMS = ("inside", "max")  # eps is inside the root, or is the least norm
 RSTD_BITS = SINGLE - 1  # more than one rounding: a sum, a root and a division, or two products
 
 
-def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
+def l2norm(x: Tensor, eps: float = EPS, form: str = "inside") -> Tensor:
     """Return x * rsqrt(sum(x^2) + eps) over the last axis; each head's vector gets norm 1, or less where eps matters.
 
-    ValueError if eps is not a finite number above 0.
+    With form "max", return x / max(|x|, eps). ValueError if eps is not a finite number above 0, or for another form.
     """
     _check_eps(eps)
+    _check_form(form)
+    if form == "max":
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / norm.clamp(min=eps)
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
@@ -72,6 +82,9 @@ class Normalised(torch.autograd.Function):
 
     `kept` is x before it was stored, if a kernel may compute rstd from that. Then y and rstd do not belong to the same x, and what
     storing changed is in dx.
+
+    With form "max", rstd = 1 / max(|x|, eps). The norm rounds before it is compared with eps, so rows whose norm is eps up to
+    rounding get either gradient.
     """
 
     @staticmethod
@@ -83,24 +96,31 @@ class Normalised(torch.autograd.Function):
         eps: float = EPS,
         count: int = 1,
         kept: Tensor | None = None,
+        form: str = "inside",
     ) -> Tensor:
-        rstd = ((x if kept is None else kept).square().sum(-1, keepdim=True) / count + eps).rsqrt()
+        squares = (x if kept is None else kept).square().sum(-1, keepdim=True) / count
+        if form == "max":
+            norm = arithmetic.dither(squares.sqrt(), f"{place} norm", RSTD_BITS)
+            rstd, short = norm.clamp(min=eps).reciprocal(), norm < eps
+        else:
+            rstd, short = (squares + eps).rsqrt(), None
         rstd = arithmetic.dither(rstd, f"{place} rstd", RSTD_BITS)
         y = arithmetic.dither(arithmetic.dither(x * rstd, f"{place} product", SINGLE), place)
         ctx.save_for_backward(y, rstd)
-        ctx.back = arithmetic, place, count  # type: ignore[attr-defined]
+        ctx.back = arithmetic, place, count, short  # type: ignore[attr-defined]
         return y
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic, place, count = ctx.back  # type: ignore[attr-defined]
+        arithmetic, place, count, short = ctx.back  # type: ignore[attr-defined]
         dy = arithmetic.dither(cotangents[0], f"{place} dy")
         along = arithmetic.dither((y * dy).sum(-1, keepdim=True) / count, f"{place} y.dy", summed(y.shape[-1]))
+        along = along if short is None else along.masked_fill(short, 0.0)  # the rstd of a short row is a constant
         across = arithmetic.dither(dy * rstd, f"{place} dy rstd", SINGLE) - arithmetic.dither(
             along * y * rstd, f"{place} y rstd", RSTD_BITS
         )
-        return across, None, None, None, None, None
+        return across, None, None, None, None, None, None
 
 
 def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -172,9 +192,20 @@ def positive_eps(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
         _check_eps(eps)
 
 
-def _check_eps(eps: object) -> None:
+def known_norm(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """Rule: qk_norm_eps is a finite number above 0, and qk_norm_form one of NORM_FORMS. Absent means EPS inside the root."""
+    _check_eps(inputs.get("qk_norm_eps", EPS), "qk_norm_eps")
+    _check_form(inputs.get("qk_norm_form", NORM_FORMS[0]), "qk_norm_form")
+
+
+def _check_form(form: object, name: str = "form") -> None:
+    if form not in NORM_FORMS:
+        raise ValueError(f"{name} must be one of {', '.join(NORM_FORMS)}, got {form!r}")
+
+
+def _check_eps(eps: object, name: str = "eps") -> None:
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 < eps < math.inf:
-        raise ValueError(f"eps must be a finite number above 0, got {eps!r}")
+        raise ValueError(f"{name} must be a finite number above 0, got {eps!r}")
 
 
 L2NORM = Operation(

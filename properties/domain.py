@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from oracles.norm import NORM_FORMS
 from oracles.operations import RULES
 from properties.cases.line import text_of
 from properties.cases.rule_case import (
@@ -24,7 +25,7 @@ from properties.cases.rule_case import (
     VALUES,
     Case,
 )
-from properties.cases.rule_numbers import LOWER_BOUNDS, MEMORIES, SCALES
+from properties.cases.rule_numbers import LOWER_BOUNDS, MEMORIES, NORM_EPS, SCALES
 from properties.names import known_fields
 from properties.options import Options, check_options, frozen_options, outside_options
 
@@ -64,7 +65,8 @@ class Domain:
     `channel_decays` names the decays of single channels that it takes in addition to the gate: gk for the keys' channels
     ("keys"), gv for the values' channels ("values"), or "both". The sum of all decays is no stronger than `strongest_decay`. Both
     fields must contain "none". `lower_bounds` are the lower bounds that KDA's gate in the kernel
-    may have, and `parameter_dtypes` the dtypes of A_log and dt_bias. `options` are further options of the implementation, with
+    may have, and `parameter_dtypes` the dtypes of A_log and dt_bias. `qk_norm_eps` and `qk_norm_forms` are the eps and the forms
+    that its L2 norm of q and k may have. `options` are further options of the implementation, with
     their values, and `exact_options` names those that change no bit (properties/options.py).
 
     Four fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
@@ -106,6 +108,8 @@ class Domain:
     channel_decays: tuple[str, ...] = ("none",)
     lower_bounds: tuple[str, ...] = ("none",)
     parameter_dtypes: tuple[str, ...] = ("fp32",)
+    qk_norm_eps: tuple[str, ...] = ("1e-6",)
+    qk_norm_forms: tuple[str, ...] = ("inside",)
     options: Options = ()
     exact_options: tuple[str, ...] = ()
     largest_values: str = "great"
@@ -137,6 +141,8 @@ class Domain:
             ("channel_decays", CHANNEL_DECAYS),
             ("lower_bounds", tuple(LOWER_BOUNDS)),
             ("parameter_dtypes", PARAMETER_DTYPES),
+            ("qk_norm_eps", tuple(NORM_EPS)),
+            ("qk_norm_forms", NORM_FORMS),
             ("offsets", OFFSETS),
             ("state_dtypes", STATE_DTYPES),
         )
@@ -181,6 +187,8 @@ class Domain:
             raise ValueError(f"channel_decays must be none for {self.operation}, got {', '.join(self.channel_decays)}")
         if self.operation != "kda" and self.lower_bounds != ("none",):
             raise ValueError(f"lower_bounds must be none for {self.operation}, got {', '.join(self.lower_bounds)}")
+        if not self.qk_norm and (self.qk_norm_eps, self.qk_norm_forms) != (Domain.qk_norm_eps, Domain.qk_norm_forms):
+            raise ValueError("qk_norm_eps and qk_norm_forms must be left out with qk_norm=False")
         check_options(self.options, self.exact_options)
         if not self.scale and "default" not in self.scales:
             raise ValueError(f"scales must contain default with scale=False, got {', '.join(self.scales)}")
@@ -300,6 +308,14 @@ class Domain:
             ),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (self.qk_norm or not case.qk_norm, "qk_norm=yes is not supported"),
+            (
+                not case.qk_norm or case.qk_norm_eps in self.qk_norm_eps,
+                f"qk_norm_eps={case.qk_norm_eps} is not among {', '.join(self.qk_norm_eps)}",
+            ),
+            (
+                not case.qk_norm or case.qk_norm_form in self.qk_norm_forms,
+                f"qk_norm_form={case.qk_norm_form} is not among {', '.join(self.qk_norm_forms)}",
+            ),
             (case.scale in self.drawn_scales, f"scale={case.scale} is not supported"),
             (case.gate in self.gates, f"gate={case.gate}: decays are no stronger than those of gate={self.strongest_decay}"),
             (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),

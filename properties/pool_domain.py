@@ -255,6 +255,13 @@ def pool_cases(
     )
     if case.call().gate_inside and rule.parameter_dtypes != ("fp32",):  # drawn last, so that other words do not depend on it
         case = dataclasses.replace(case, parameter_dtype=field("parameter_dtype", rule.parameter_dtypes))
+    if case.qk_norm:
+        eps, forms = rule.qk_norm_eps, rule.qk_norm_forms
+        case = dataclasses.replace(
+            case,
+            qk_norm_eps=field("qk_norm_eps", eps) if len(eps) > 1 else eps[0],
+            qk_norm_form=field("qk_norm_form", forms) if len(forms) > 1 else forms[0],
+        )
     return dataclasses.replace(case, options=draw_options(chance, domain.options))
 
 

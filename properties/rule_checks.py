@@ -85,8 +85,8 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
 def norm(bench: Bench, example: Example) -> Iterator[Pair]:
     """The norm inside the kernel equals an explicit norm.
 
-    The explicit norm stores its result in the inputs' dtype, as the chunkwise class does, before the implementation rounds. So the
-    bounds of the chunkwise class are added.
+    The explicit norm has the form and eps of the call. It stores its result in the inputs' dtype, as the chunkwise class does,
+    before the implementation rounds. So the bounds of the chunkwise class are added.
     """
     case = example.case
     inputs, cotangents = bench.call(case)
@@ -94,7 +94,7 @@ def norm(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bounds_as(bench, inputs, cotangents, "chunkwise")
     for when, groups in (("before", 1), ("after", case.value_heads // case.heads)):
         leaves = {name: inputs[name].detach().clone().requires_grad_() for name in ("q", "k")}
-        normed = {name: _normalised(leaf.repeat_interleave(groups, dim=-2)) for name, leaf in leaves.items()}
+        normed = {name: _normalised(leaf.repeat_interleave(groups, dim=-2), inputs) for name, leaf in leaves.items()}
         got = bench.run(inputs.replaced(qk_norm=False, **{name: x.detach() for name, x in normed.items()}), cotangents)
         for name, leaf in leaves.items():
             if cotangents is not None:
@@ -138,9 +138,13 @@ def gates(bench: Bench, example: Example) -> Iterator[Pair]:
         yield f"{name} with explicit gates", value, limit
 
 
-def _normalised(x: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
+def _normalised(x: Tensor, inputs: Inputs) -> Tensor:
+    """Return rows normalised in float32 in the form and with the eps of a call."""
+    wide, eps = x.float(), float(inputs.get("qk_norm_eps", EPS))
+    if inputs.get("qk_norm_form") == "max":
+        rows: Tensor = torch.nn.functional.normalize(wide, dim=-1, eps=eps)
+        return rows.to(x.dtype)
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def recall(bench: Bench, example: Example) -> Iterator[Pair]:

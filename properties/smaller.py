@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from oracles.norm import NORM_FORMS
 from properties.cases.call_case import CallCase, sizes_of
 from properties.cases.line import text_of
 from properties.cases.module_case import ModuleCase
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
+from properties.cases.rule_numbers import NORM_EPS
 from properties.cases.trace_case import TraceCase
 from properties.cases.trace_events import PADDING
 from properties.options import text_of_values, values_of
@@ -42,6 +44,8 @@ SIMPLEST: dict[str, tuple[Any, ...]] = {
     "channel_decays": ("none", "keys", "values"),
     "lower_bound": ("none",),
     "parameter_dtype": ("fp32",),
+    "qk_norm_eps": ("1e-6",),
+    "qk_norm_form": ("inside",),
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
     "offsets": ("int64",),
@@ -325,6 +329,20 @@ def _dt_bias(case: Case | PoolCase) -> Changes:
         yield f"dt_bias={text_of(not inside)}", {"dt_bias": not inside}
 
 
+def _no_norm(case: Case | PoolCase) -> Changes:
+    """Yield the case without a norm of q and k, and so without the norm's eps and form."""
+    if case.qk_norm:
+        yield "qk_norm=no", {"qk_norm": False, "qk_norm_eps": "1e-6", "qk_norm_form": "inside"}
+
+
+def _norms(case: Case | PoolCase) -> Changes:
+    """Yield the case with a norm, in each form and with each eps; one of them is inside the domain."""
+    for form, eps in itertools.product(NORM_FORMS, NORM_EPS) if not case.qk_norm else ():
+        changes = {"qk_norm": True, "qk_norm_eps": eps, "qk_norm_form": form}
+        default = {"qk_norm_eps": "1e-6", "qk_norm_form": "inside"}
+        yield " ".join(f"{name}={text_of(value)}" for name, value in changes.items() if default.get(name) != value), changes
+
+
 def _fewer_options(case: Any) -> Changes:
     """Yield the case without options of the implementation, and without each of them."""
     values = values_of(case.options)
@@ -389,10 +407,10 @@ def below(number: int, least: int) -> Iterator[int]:
 
 
 SMALLER_RULES = Smaller(
-    (_sequences, _unpacked, _shorter, _heads, _dt_bias, _fewer_options),
+    (_sequences, _unpacked, _shorter, _heads, _dt_bias, _no_norm, _fewer_options),
     SIMPLEST,
     ("key_dim", "value_dim"),
-    telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
+    telling=(_longer, _norms, _one_of(scale=("one",))),
 )
 SMALLER_PATHS = Smaller(
     (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads),
@@ -410,12 +428,12 @@ SMALLER_LAYERS = Smaller(
     telling=(_longer,),
 )
 SMALLER_POOLS = Smaller(
-    (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _fewer_options),
+    (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _no_norm, _fewer_options),
     SIMPLEST_POOL,
     ("key_dim", "value_dim"),
     # Of fewer requests than in the larger case, other ones are padding, begin anew, or keep fewer tokens.
     beside=dict.fromkeys(("padded", "fresh", "accepted"), ("lengths",)),
-    telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
+    telling=(_longer, _norms, _one_of(scale=("one",))),
 )
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, (), telling=(_longer,))
 SMALLER_TRACES = Smaller(

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.rule_case import BETAS, COMPUTED_GATES, GIVEN_GATES, MAX_WIDTH, Case
+from properties.cases.rule_case import BETAS, COMPUTED_GATES, GIVEN_GATES, MAX_WIDTH, Case, overflows
 from properties.domain import Domain
 from properties.options import draw_options
 from properties.sizes import CROWD, FEW_HEADS, KINDS, LENGTHS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
@@ -259,6 +259,10 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         words["lower_bound"] = chosen("lower_bound", domain.lower_bounds)
     if case.gate_inside:
         words["parameter_dtype"] = chosen("parameter_dtype", domain.parameter_dtypes, 3)
+    if case.qk_norm:
+        eps, form = chosen("qk_norm_eps", domain.qk_norm_eps), chosen("qk_norm_form", domain.qk_norm_forms)
+        words |= {"qk_norm_eps": eps, "qk_norm_form": form}
+        words |= {"backward": False} if case.dtype == "fp16" and overflows(eps, form) else {}
     words["options"] = draw_options(chance, domain.options)
     return dataclasses.replace(case, **words)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from oracles.norm import GATINGS
+from oracles.norm import GATINGS, NORM_FORMS
 from oracles.operation import DTYPES
 from oracles.operations import RULES
 from properties.books import BOOKS, book_of
@@ -35,7 +35,7 @@ from properties.cases.rule_case import (
     PARAMETER_DTYPES,
     STATE_DTYPES,
 )
-from properties.cases.rule_numbers import LOWER_BOUNDS, SCALES
+from properties.cases.rule_numbers import LOWER_BOUNDS, NORM_EPS, SCALES
 from properties.domain import LARGEST, STRENGTHS, Domain
 from properties.laws import Law
 from properties.layer_domain import LayerDomain
@@ -87,6 +87,8 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "channel_decays": some(*CHANNEL_DECAYS),
         "lower_bounds": some(*LOWER_BOUNDS),
         "parameter_dtypes": some(*PARAMETER_DTYPES),
+        "qk_norm_eps": some(*NORM_EPS),
+        "qk_norm_forms": some(*NORM_FORMS),
         "options": OPTIONS,
         "exact_options": one((), ("host",)),
         "length_step": one(1, 2, 16, 64, 100, 1024, 3),

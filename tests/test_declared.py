@@ -55,7 +55,7 @@ def test_who_does_not_say_so_is_told(worker: Worker, tmp_path: object) -> None:
 
 
 def described(algorithm: str = "chunkwise", products: str = "ieee", operation: str = "gated_delta_rule") -> Described:
-    return Described("my.py:Kernel", Domain(operation=operation), algorithm, "none 1.0", products=products)
+    return Described("my.py:Kernel", Domain(operation=operation, qk_norm=False), algorithm, "none 1.0", products=products)
 
 
 class Declaring(Answering):
@@ -132,6 +132,86 @@ def test_what_leaves_another_case_of_the_law_broken_excuses_nothing(tmp_path: ob
 
     assert would_hold(described(), [run], Judging(), store, others=lambda: [near]) == ["folds = True"]  # type: ignore[arg-type]
     assert would_hold(described(), [run], Judging(), store, others=lambda: [near, real]) == []  # type: ignore[arg-type]
+
+
+TINY, LEAST = "qk_norm_eps = ('1e-12',)", "qk_norm_forms = ('max',)"
+NORMED = "lengths=9 key_dim=8 value_dim=8 values=small qk_norm=yes seed=3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "domain", "told"),
+    [
+        ("TinyEps", Domain(), [f"{TINY} in its domain"]),
+        ("LargeEps", Domain(), ["qk_norm_eps = ('1e-5',) in its domain"]),
+        ("LeastNorm", Domain(), [f"{LEAST} in its domain"]),
+        ("LeastNormOfTorch", Domain(), [f"{TINY} and {LEAST} in its domain"]),
+        ("LeastNormLarge", Domain(), [f"qk_norm_eps = ('1e-5',) and {LEAST} in its domain"]),
+        (
+            "Usual",
+            Domain(qk_norm_eps=("1e-12",), qk_norm_forms=("max",)),
+            ["qk_norm_eps = ('1e-6',) and qk_norm_forms = ('inside',) in its domain"],
+        ),
+        ("AddsEps", Domain(), []),
+        ("EpsTimesWidth", Domain(), []),
+    ],
+)
+@pytest.mark.slow_after_first
+def test_another_norm_is_told_and_no_other_one(
+    kind: str, domain: Domain, told: list[str], worker: Worker, tmp_path: pathlib.Path
+) -> None:
+    kernel = tmp_path / "unsaid.py"
+    kernel.write_text(
+        f"from tests.right_norms import {kind}\nfrom properties.domain import Domain\n"
+        f"class Unsaid({kind}):\n    domain = Domain(**{{name: getattr({domain!r}, name) for name in "
+        "('qk_norm_eps', 'qk_norm_forms')})\n"
+    )
+    adapter = load(f"{kernel}:Unsaid")
+    (eps,), (form,) = domain.qk_norm_eps, domain.qk_norm_forms
+    run = Run.parse(f"law=oracle adapter={kernel}:Unsaid {NORMED} qk_norm_eps={eps} qk_norm_form={form}")
+    says = dataclasses.replace(described(adapter.algorithm), domain=domain)
+    assert worker.ask(RunOne(str(run)))["verdict"] == "broken"
+    assert would_hold(says, [run], worker, Store(str(tmp_path))) == told
+
+
+def test_norms_that_the_domain_lacks_are_tried_on_every_run_with_a_norm(tmp_path: pathlib.Path) -> None:
+    store, run = Store(str(tmp_path)), Run.parse(f"law=oracle adapter=tests/right.py:Chunkwise {NORMED}")
+    says = dataclasses.replace(described("pointwise"), domain=Domain(qk_norm_eps=("1e-6", "1e-12")))
+    norms = [
+        {"qk_norm_eps": eps, "qk_norm_form": form}
+        for eps, form in (("1e-5", "inside"), ("1e-6", "max"), ("1e-12", "max"), ("1e-5", "max"))
+    ]
+    worker = Declaring()
+    assert would_hold(says, [run], worker, store) == []  # type: ignore[arg-type]
+    assert worker.declarations == norms
+    for without in (
+        dataclasses.replace(says, domain=Domain(qk_norm=False)),
+        dataclasses.replace(says, domain=ModuleDomain()),
+    ):
+        assert would_hold(without, [run], worker, store) == []  # type: ignore[arg-type]
+    plain = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=9")
+    assert would_hold(says, [run, plain], worker, store) == []  # type: ignore[arg-type]
+    assert worker.declarations == norms, "nothing more was tried"
+
+
+def test_a_norm_that_long_rows_cannot_tell_is_tried_on_nearly_zero_rows(tmp_path: pathlib.Path) -> None:
+    """Both norms explain the ordinary rows, and only one of them those near eps. Float16 gradients there would overflow."""
+    run = Run.parse(f"law=oracle adapter=tests/right.py:Chunkwise {NORMED.replace('small', 'ordinary')} dtype=fp16")
+    lines = list[str]()
+
+    class Judging(Answering):
+        def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, object]:
+            assert isinstance(question, RunOne)
+            lines.append(question.line)
+            form = question.declared.get("qk_norm_form")
+            near = "values=small" in question.line
+            self.ratio = lambda run: 0.5 if form == "max" and (not near or question.declared["qk_norm_eps"] == "1e-12") else 2.0
+            return super().ask(question)
+
+    told = would_hold(dataclasses.replace(described(), domain=Domain()), [run], Judging(), Store(str(tmp_path)))  # type: ignore[arg-type]
+    assert told == [f"{TINY} and {LEAST} in its domain"]
+    near = [line for line in lines if "values=small" in line]
+    assert len(near) == 3
+    assert all("qk_norm_form=max" in line and "backward=no" in line for line in near)
 
 
 class ReadsItsChunk(Chunkwise):

@@ -310,8 +310,8 @@ def test_inputs_are_read_as_attributes_and_as_items() -> None:
     assert inputs.q is inputs["q"]
     assert inputs.scale is None
     assert inputs.qk_norm is False
-    assert set(inputs) == {*TENSORS, "cu_seqlens", "scale", "qk_norm", "output_final_state"}
-    assert len(inputs) == len(list(inputs)) == 10
+    assert set(inputs) == {*TENSORS, "cu_seqlens", "scale", "qk_norm", "qk_norm_eps", "qk_norm_form", "output_final_state"}
+    assert len(inputs) == len(list(inputs)) == 12
     assert inputs.get("nothing") is None
     assert "q" in inputs
     assert dict(**inputs)["v"] is inputs.v

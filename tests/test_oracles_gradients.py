@@ -64,6 +64,17 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(operation: str, case
     assert taylor_order(case, truth(case.spec, case.inputs(), case.cotangents())) > 1.9
 
 
+@pytest.mark.parametrize("norm", ["inside", "max", "inside qk_norm_eps=1e-12", "max qk_norm_eps=1e-12", "inside qk_norm_eps=1e-5"])
+@pytest.mark.parametrize("values", ["small", "ordinary"])
+@pytest.mark.slow_after_first
+def test_taylor_remainders_are_of_second_order_with_every_norm(norm: str, values: str) -> None:
+    """Rows of `small` are shorter than eps in the form max, and other rows are longer."""
+    case = Case.parse(f"lengths=9+20 packed=yes value_heads=2 state=random values={values} qk_norm=yes qk_norm_form={norm} seed=6")
+    right = truth(case.spec, case.inputs(), case.cotangents())
+    assert taylor_order(case, right) > 1.9
+    assert taylor_order(case, {**right, "dk": 1.01 * right["dk"]}) < 1.5
+
+
 def unprojected(case: Case) -> Tensor:
     """dk that forgets that the norm of k moves with k."""
     inputs = case.inputs()

@@ -110,6 +110,7 @@ KINDS: list[dict[str, object]] = [
     {"in_kernel": "beta", "beta": "two"},
     {"in_kernel": "gate", "dtype": "bf16", "gate": "mixed"},
     {"in_kernel": "both", "qk_norm": True},
+    {"qk_norm": True, "qk_norm_eps": "1e-12", "qk_norm_form": "max", "values": "small"},
 ]
 
 
@@ -254,6 +255,8 @@ def test_only_what_is_alike_shares_a_call() -> None:
     calls = calls_of(runs_of(case, *beside))
     assert calls[0] is calls[1] is calls[2]
     assert calls[3] is calls[4] is not calls[0]
+    norms = [dataclasses.replace(case, qk_norm=True, **words) for words in ({}, {"qk_norm_eps": "1e-12"}, {"qk_norm_form": "max"})]
+    assert calls_of(runs_of(*norms)) == [None, None, None]
     twice = [dataclasses.replace(case, in_kernel="beta", beta=beta) for beta in ("two", "ordinary")]
     assert calls_of(runs_of(*twice)) == [None, None]
     assert calls_of([Run("cut", RIGHT, Example(dataclasses.replace(case, seed=seed), at=4)) for seed in (1, 2)]) == [None, None]

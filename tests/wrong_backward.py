@@ -39,7 +39,7 @@ def loses_a_tap(ctx: Any, dy: Tensor) -> Gradients:
 
 def unprojected(ctx: Any, dy: Tensor) -> Gradients:
     _, rstd = ctx.saved_tensors
-    return dy * rstd, None, None, None, None, None
+    return dy * rstd, None, None, None, None, None, None
 
 
 def drops_the_state(*arguments: Any) -> tuple[tuple[Tensor, ...], Tensor]:

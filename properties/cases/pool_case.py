@@ -27,7 +27,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64)
 RULES = ("gated_delta_rule", "kda")
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("decode",),
-    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay", "parameter_dtype")},
+    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay", "parameter_dtype", "qk_norm_eps", "qk_norm_form")},
     "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
     "state": ("zero", "random"),
     "rule": RULES,
@@ -83,13 +83,16 @@ class PoolCase(Line):
         "drafts",
         "decay",
         "parameter_dtype",
+        "qk_norm_eps",
+        "qk_norm_form",
     )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "parameter_dtype", "options"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "parameter_dtype"),
+        *("qk_norm_eps", "qk_norm_form", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -123,6 +126,8 @@ class PoolCase(Line):
     drafts: str = "chain"
     decay: str = "log"
     parameter_dtype: str = "fp32"
+    qk_norm_eps: str = "1e-6"
+    qk_norm_form: str = "inside"
     options: str = "none"
     seed: int = 0
 
@@ -237,7 +242,7 @@ class PoolCase(Line):
             **self._tree(index, call.v.shape[:2], device),
             cu_seqlens=call.cu_seqlens,
             scale=call.scale,
-            qk_norm=call.qk_norm,
+            **{name: call[name] for name in ("qk_norm", "qk_norm_eps", "qk_norm_form")},
             block_v=None if self.block_v == "default" else int(self.block_v),
         )
 

@@ -5,16 +5,18 @@ The numbers of a case are made in properties/cases/rule_numbers.py.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from oracles.gated_delta import rule_of
+from oracles.norm import NORM_FORMS
 from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from oracles.operations import RULES
 from properties.cases.line import Line, check_choices, text_of
-from properties.cases.rule_numbers import LOWER_BOUNDS, MEMORIES, OF_CHANNELS, SCALES, cotangents_of, drawn
+from properties.cases.rule_numbers import LOWER_BOUNDS, MEMORIES, NORM_EPS, OF_CHANNELS, SCALES, cotangents_of, drawn
 from properties.options import values_of
 
 GATES = (*MEMORIES, "saturated", "mixed")
@@ -33,6 +35,7 @@ INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 LEFT_OUT = ("none", "gate", "beta", "both")
 CHANNEL_DECAYS = ("none", "keys", "values", "both")
 PARAMETER_DTYPES = ("fp32", "input")
+GAIN = 1e4  # the largest factor from a cotangent to the gradient of a row of zeros with which fp16 gradients do not overflow
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -51,11 +54,18 @@ _CHOICES: dict[str, Sequence[str]] = {
     "channel_decays": CHANNEL_DECAYS,
     "lower_bound": tuple(LOWER_BOUNDS),
     "parameter_dtype": PARAMETER_DTYPES,
+    "qk_norm_eps": tuple(NORM_EPS),
+    "qk_norm_form": NORM_FORMS,
     "state_dtype": STATE_DTYPES,
     "final_dtype": FINAL_DTYPES,
     "initial_states": INITIAL_STATES,
     "final_states": FINAL_STATES,
 }
+
+
+def overflows(eps: str, form: str) -> bool:
+    """Whether float16 gradients of a row of zeros overflow: those of the normalised row, divided by the root of eps or by eps."""
+    return 1 / (NORM_EPS[eps] if form == "max" else math.sqrt(NORM_EPS[eps])) > GAIN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Case(Line):
 
     `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory in tokens,
     `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
+    With `qk_norm_form="inside"` it divides by sqrt(|x|^2 + eps), with "max" by max(|x|, eps); eps is `qk_norm_eps`.
     `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
     b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself. `left_out` says which of gate and beta
     the call leaves out. `channel_decays` says which decays of single channels the call has in addition to the gate: gk for the
@@ -81,7 +92,7 @@ class Case(Line):
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = (
         *("dtype", "gate", "beta", "values", "state", "in_kernel", "decay"),
-        *("left_out", "channel_decays", "lower_bound", "parameter_dtype"),
+        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "qk_norm_eps", "qk_norm_form"),
     )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none, of beta only whether it is two
@@ -89,7 +100,7 @@ class Case(Line):
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
         *("in_kernel", "dt_bias", "beta", "offsets", "decay", "state_dtype", "final_dtype"),
-        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "options"),
+        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "qk_norm_eps", "qk_norm_form", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -115,6 +126,8 @@ class Case(Line):
     channel_decays: str = "none"
     lower_bound: str = "none"
     parameter_dtype: str = "fp32"
+    qk_norm_eps: str = "1e-6"
+    qk_norm_form: str = "inside"
     options: str = "none"
     state_dtype: str = "fp32"
     final_dtype: str = "fp32"
@@ -180,6 +193,12 @@ class Case(Line):
             )
         if self.parameter_dtype != "fp32" and not self.gate_inside:
             raise ValueError(f"parameter_dtype={self.parameter_dtype} needs in_kernel=gate or both, got {self.in_kernel}")
+        if (self.qk_norm_eps, self.qk_norm_form) != ("1e-6", "inside"):
+            words = f"qk_norm_eps={self.qk_norm_eps} qk_norm_form={self.qk_norm_form}"
+            if not self.qk_norm:
+                raise ValueError(f"{words} needs qk_norm=yes")
+            if self.dtype == "fp16" and self.backward and overflows(self.qk_norm_eps, self.qk_norm_form):
+                raise ValueError(f"{words} needs backward=no or another dtype than fp16, where gradients of rows of zeros overflow")
 
     @property
     def gate_inside(self) -> bool:

@@ -35,6 +35,16 @@ OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30
 THRESHOLDS = (4.0, 7.0, 9.0, 11.0, 13.0, 16.0, 20.0, 26.0)
 LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
+NORM_EPS = {"1e-6": 1e-6, "1e-12": 1e-12, "1e-5": 1e-5}
+# In place of SMALL for another norm, by its form and eps. Rows are shorter than the root of eps (with form "max" shorter than eps),
+# and longer than a quarter of it. There no other norm of these gives about the same.
+SMALL_OF = {
+    ("inside", "1e-12"): 2.0**-20,
+    ("inside", "1e-5"): 2.0**-9,
+    ("max", "1e-6"): 2.0**-20,
+    ("max", "1e-12"): 2.0**-40,
+    ("max", "1e-5"): 2.0**-17,
+}
 LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overflow fp16
 # Factors for v. Outputs and gradients are linear in v. In fp16, sums that right implementations store must stay below 65504: with
 # 2^8 and narrow keys they do not.
@@ -166,6 +176,8 @@ class _Builder:
             cu_seqlens=self.sent(offsets) if case.packed else None,
             scale=SCALES[case.scale],
             qk_norm=case.qk_norm,
+            qk_norm_eps=NORM_EPS[case.qk_norm_eps],
+            qk_norm_form=case.qk_norm_form,
             output_final_state=case.final_states != "none",
             **{name: tensors.get(name) for name in inside},
             **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
@@ -192,7 +204,8 @@ class _Builder:
             base = _Draw("base", shape[2:], self.bits)
             return _Recipe((draw, base), lambda whole, base: _within_one((3 * base + whole) >> 2))
         if case.values == "small":
-            return _Recipe((draw,), lambda whole: _within_one(whole) * SMALL)
+            small = SMALL_OF.get((case.qk_norm_form, case.qk_norm_eps), SMALL)
+            return _Recipe((draw,), lambda whole: _within_one(whole) * small)
         if case.values == "large" and case.qk_norm:
             return _Recipe((draw,), lambda whole: _within_one(whole) * LARGE)
         if case.values == "zero_rows":

@@ -93,6 +93,7 @@ class Adapter(Implementation):
         - beta [B, T, HV]
         - state [N, HV, K, V] or None, cu_seqlens [N + 1] or None
         - scale (None means K ** -0.5), qk_norm (whether to L2-normalise q and k), output_final_state
+        - qk_norm_eps (a number) and qk_norm_form ("inside" or "max"), as the domain allows
 
         If the kernel takes the decay itself (`decays` of the domain), g is None and x has alpha, shaped like g. If it computes the
         gate (`in_kernel` of the domain), g is None and x has a (shaped like g), A_log [HV] and dt_bias

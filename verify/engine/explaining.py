@@ -8,8 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from oracles.norm import NORM_FORMS
 from properties.books import book_of
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case, overflows
+from properties.cases.rule_numbers import NORM_EPS
+from properties.domain import Domain
 from properties.laws import Law
+from properties.pool_domain import PoolDomain
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
@@ -50,8 +56,9 @@ def would_hold(
 
     Only the adapter's author knows whether such a declaration is true. Without a declaration that is true, a right implementation
     gets false alarms. To exclude chance, the runs must also be broken again, twice, without the declaration. With the declaration,
-    none of the runs that `others()` returns may be broken: other runs of the law, which a real defect breaks all the same. When
-    `more()` is false, no further run is made.
+    none of the runs that `others()` returns may be broken: other runs of the law, which a real defect breaks all the same. For
+    another norm of q and k, these runs have it in their cases, and neither may the broken runs with rows that are nearly zero be
+    broken: with longer rows, several norms give about the same. When `more()` is false, no further run is made.
     """
 
     def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
@@ -59,22 +66,45 @@ def would_hold(
 
     def none_broken(asked: Sequence[Run], way: Way) -> bool:
         """Whether no run is broken with the declaration. A declaration of products is a word of the run itself."""
-        return all(more() and ask(way.of(run), worker, store, way.declared).verdict is not Verdict.BROKEN for run in asked)
+        return all(
+            more() and ask(way.drawn(way.of(run)), worker, store, way.declared).verdict is not Verdict.BROKEN for run in asked
+        )
 
     hold = [way for way in _ways(described, runs) if all_verdicts(Verdict.HOLDS, [way.of(run) for run in runs], way.declared)]
     if not hold or not all_verdicts(Verdict.BROKEN, (*runs, *runs), {}):
         return []
-    runs = others()
-    return [way.words for way in hold if none_broken(runs, way)]
+    near = others()
+    small = [dataclasses.replace(run, example=_with_small_values(run.example)) for run in runs]
+    return [way.words for way in hold if none_broken([*(small if way.norm else ()), *near], way)]
+
+
+def _with_small_values(example: Example) -> Example:
+    return dataclasses.replace(example, case=dataclasses.replace(example.case, values="small")) if _normed(example) else example
+
+
+def _normed(example: Example) -> bool:
+    return isinstance(example.case, Case | PoolCase) and example.case.qk_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Something that an adapter might declare: in words, as attributes of the adapter, and as words of a run."""
+    """Something that an adapter might declare: in words, as attributes of the adapter, and as words of a run or of its case."""
 
     words: str
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
     products: str = ""
+    norm: bool = False
+
+    def drawn(self, run: Run) -> Run:
+        """The run with the words of the declared norm in its case, which then has other numbers if its values are small."""
+        case = run.example.case
+        if not (self.norm and _normed(run.example)):
+            return run
+        forward = (
+            {"backward": False} if case.dtype == "fp16" and isinstance(case, Case) and overflows(*self.declared.values()) else {}
+        )
+        case = dataclasses.replace(case, **self.declared, **forward)
+        return dataclasses.replace(run, example=dataclasses.replace(run.example, case=case))
 
     def of(self, run: Run) -> Run:
         """The run with what is declared about its products."""
@@ -82,7 +112,22 @@ class Way:
 
 
 def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
-    """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG."""
+    """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG, and other norms if runs have one."""
+    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    normed = isinstance(domain, Domain) and domain.qk_norm and all(_normed(run.example) for run in runs)
+    return [*_roundings(described, runs), *(_norms(domain) if normed else ())]
+
+
+def _norms(domain: Domain) -> Iterator[Way]:
+    """The norms of q and k that the domain does not have."""
+    for form, eps in itertools.product(NORM_FORMS, NORM_EPS):
+        if form not in domain.qk_norm_forms or eps not in domain.qk_norm_eps:
+            words = [f"qk_norm_eps = {(eps,)}"] * ((eps,) != domain.qk_norm_eps)
+            words += [f"qk_norm_forms = {(form,)}"] * ((form,) != domain.qk_norm_forms)
+            yield Way(f"{' and '.join(words)} in its domain", {"qk_norm_eps": eps, "qk_norm_form": form}, norm=True)
+
+
+def _roundings(described: Described, runs: Sequence[Run]) -> list[Way]:
     if described.algorithm == "chunkwise":
         ways = [Way("folds = True", {"folds": True})] if described.domain.operation not in ("kda", "delta_rule") else []
         ways.append(Way("chunk = None", {"chunk": None}))

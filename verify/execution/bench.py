@@ -77,6 +77,7 @@ class AdapterBench(Timed):
         self.counterpart = counterpart or adapter
         self.domain = adapter.domain
         self.says = adapter  # the adapter whose declarations a run is judged by
+        self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.impure: list[Finding] = []
         self.lost = ""  # why the device can no longer be used; "" if it can
         self.ready: Ready | None = None
@@ -91,10 +92,15 @@ class AdapterBench(Timed):
         with self.timed("oracle_s"), devices.default("cpu"):
             if self.ready is not None and case is self.case:
                 return self.ready.call()
-            return case.inputs(self.device), case.cotangents(self.device) if case.backward else None
+            return self._with_norm(case.inputs(self.device)), case.cotangents(self.device) if case.backward else None
+
+    def _with_norm(self, inputs: Inputs) -> Inputs:
+        """The inputs with the norm of q and k that a run is judged by. Laws of pools make their inputs without `call`."""
+        return inputs.replaced(**self.norm) if self.norm and inputs.get("qk_norm") else inputs
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
+        inputs = self._with_norm(inputs)
         says = self.says
         chunk, algorithm_class = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
@@ -128,6 +134,7 @@ class AdapterBench(Timed):
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth without tolerances."""
+        inputs = self._with_norm(inputs)
         spec = self._contract(inputs)
         with self.timed("oracle_s"), devices.default("cpu"):
             return MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))

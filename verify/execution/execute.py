@@ -11,6 +11,8 @@ from typing import Any
 
 from properties.books import book_of
 from properties.cases.call_case import CallCase
+from properties.cases.rule_numbers import NORM_EPS
+from properties.pool_domain import PoolDomain
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
 from verify.execution import recorder
@@ -40,6 +42,7 @@ def execute(
       (verify/execution/shared_bounds.py).
     - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
     - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
+      The words `qk_norm_eps` and `qk_norm_form` replace those of a rule's case, and its domain has them too.
     """
     adapter = adapter_of(run.adapter)
     if book_of(adapter.domain) is not book_of(run.example.case):
@@ -61,7 +64,9 @@ def _executed(
         return execute_trace(run, adapter, excused, declared)
     _bring(run.adapter)
     counterpart, case = _counterpart(run, adapter), run.example.case
-    reason = law.needs(adapter.domain) or adapter.domain.outside(case) or law.outside(adapter.domain, run.example)
+    norm = {name: declared[name] for name in ("qk_norm_eps", "qk_norm_form") if name in declared}
+    domain = _with_norm(adapter.domain, **norm) if norm else adapter.domain
+    reason = law.needs(domain) or domain.outside(case) or law.outside(domain, run.example)
     if reason is None and counterpart is not None:
         reason = counterpart.domain.outside(dataclasses.replace(case, lengths=(1,) * len(case.lengths)))  # it gets single tokens
     if reason is not None:
@@ -73,7 +78,9 @@ def _executed(
     def tried(ready: Ready | None, *, patient: bool) -> Outcome:
         bench = kind(adapter, counterpart, case, run.products, run.device)
         bench.ready = ready
-        if declared:
+        if norm:
+            bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
+        elif declared:
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update(declared)
         with following(run.tune) as used:
@@ -90,6 +97,14 @@ def _executed(
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
+
+
+def _with_norm(domain: Any, qk_norm_eps: str, qk_norm_form: str) -> Any:
+    """The domain of a rule, or of a pool, with one more eps and form of the norm of q and k."""
+    if isinstance(domain, PoolDomain):
+        return dataclasses.replace(domain, rule=_with_norm(domain.rule, qk_norm_eps, qk_norm_form))
+    eps, forms = (*domain.qk_norm_eps, qk_norm_eps), (*domain.qk_norm_forms, qk_norm_form)
+    return dataclasses.replace(domain, qk_norm_eps=tuple(dict.fromkeys(eps)), qk_norm_forms=tuple(dict.fromkeys(forms)))
 
 
 @functools.cache

@@ -49,6 +49,8 @@ ALIKE = (
     "gate_dtype",
     "scale",
     "qk_norm",
+    "qk_norm_eps",
+    "qk_norm_form",
     "in_kernel",
     "decay",
     "left_out",

@@ -1,0 +1,175 @@
+"""Right implementations whose L2 norm of q and k has another eps or form than most, and wrong ones in these conventions."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from oracles.gated_delta import repeat_heads
+from oracles.operation import Inputs
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
+from tests.right import Recurrent
+from verify.zoo.base import Chunkwise, Serving
+
+
+def inside(x: Tensor, eps: float) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def least(x: Tensor, eps: float) -> Tensor:
+    """Rows divided by their norm, or by eps if that is larger."""
+    rows: Tensor = torch.nn.functional.normalize(x, dim=-1, eps=eps)
+    return rows
+
+
+class Normed(Chunkwise):
+    """Base of rules in chunks: `norm` gets rows in float32."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-6)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return self.norm(x.float()).to(x.dtype)
+
+
+class TinyEps(Normed):
+    """eps is 1e-12, inside the root (ONNX Runtime)."""
+
+    domain = Domain(qk_norm_eps=("1e-12",))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-12)
+
+
+class LargeEps(Recurrent):
+    """Token by token; eps is 1e-5, inside the root (vLLM on CPUs)."""
+
+    domain = Domain(qk_norm_eps=("1e-5",))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-5)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if not x.qk_norm:
+            return super().run(x)
+        return super().run(x.replaced(q=self.norm(x.q.float()), k=self.norm(x.k.float()), qk_norm=False))
+
+
+class LeastNorm(LargeEps):
+    """Token by token; the norm is at least 1e-6 (executorch)."""
+
+    domain = Domain(qk_norm_forms=("max",))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return least(x, 1e-6)
+
+
+class LeastNormOfTorch(Normed):
+    """The norm is at least 1e-12, as by default in torch.nn.functional.normalize."""
+
+    domain = Domain(qk_norm_eps=("1e-12",), qk_norm_forms=("max",))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return least(x, 1e-12)
+
+
+class LeastNormLarge(Normed):
+    """The norm is at least 1e-5, which a kernel compares with the root of the sum; it repeats heads before."""
+
+    domain = Domain(qk_norm_eps=("1e-5",), qk_norm_forms=("max",))
+
+    def norm(self, x: Tensor) -> Tensor:
+        squares = x.square().sum(-1, keepdim=True)
+        return x * squares.clamp(min=1e-10).rsqrt()
+
+    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        q, k = (repeat_heads(t, x.v.shape[2], axis=2) for t in (x.q, x.k))
+        return super().keys(x.replaced(q=q, k=k))
+
+
+class AsTold(Normed):
+    """It has both forms and takes eps from the call (OpenVINO takes eps)."""
+
+    domain = Domain(qk_norm_eps=("1e-6", "1e-12", "1e-5"), qk_norm_forms=("inside", "max"))
+
+    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        form = {"inside": inside, "max": least}[x.qk_norm_form]
+        q, k = (form(t.float(), x.qk_norm_eps).to(t.dtype) if x.qk_norm else t for t in (x.q, x.k))
+        return super().keys(x.replaced(q=q, k=k, qk_norm=False))
+
+
+class Usual(Normed):
+    """eps is 1e-6, inside the root (flash-linear-attention)."""
+
+    domain = Domain()
+
+
+class AddsEps(LeastNorm):
+    """Wrong: eps is added to the norm."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-6)
+
+
+class AcrossShortRows(LeastNorm):
+    """Wrong: the gradient of a row shorter than eps is across it, as that of a longer row."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        return _AcrossShortRows.apply(x, 1e-6)  # type: ignore[no-any-return]
+
+
+class _AcrossShortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=eps).reciprocal()
+        ctx.save_for_backward(x * rstd, rstd)
+        return x * rstd
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
+        y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
+        (dy,) = cotangents
+        return rstd * (dy - y * (y * dy).sum(-1, keepdim=True)), None
+
+
+class EpsTimesWidth(TinyEps):
+    """Wrong: eps is added to the mean of squares."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-12 * x.shape[-1])
+
+
+class ForgetsForm(AsTold):
+    """Wrong: eps is inside the root in both forms."""
+
+    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().keys(x.replaced(qk_norm_form="inside"))
+
+
+class LargeEpsPool(Serving):
+    """Requests in a pool; eps is 1e-5, inside the root (vLLM on CPUs)."""
+
+    domain = PoolDomain(rule=Domain(qk_norm_eps=("1e-5",), backward=False))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return inside(x, 1e-5)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        if not x.qk_norm:
+            return super().run(x)
+        return super().run(x.replaced(q=self.norm(x.q.float()), k=self.norm(x.k.float()), qk_norm=False))
+
+
+class AsToldPool(LargeEpsPool):
+    """The same with both forms, and eps from the call."""
+
+    domain = PoolDomain(rule=dataclasses.replace(AsTold.domain, backward=False))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        form = {"inside": inside, "max": least}[x.qk_norm_form]
+        q, k = (form(t.float(), x.qk_norm_eps) if x.qk_norm else t for t in (x.q, x.k))
+        return super().run(x.replaced(q=q, k=k, qk_norm=False))
+
+
+RIGHT = (Usual, TinyEps, LargeEps, LeastNorm, LeastNormOfTorch, LeastNormLarge)
