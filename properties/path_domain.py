@@ -123,6 +123,8 @@ class PathDomain:
         _check_choices(self.choices)
         values = tuple(f"{name}={value}" for name, several in CHOICES.items() for value in several)
         check_tuples(self, ("slow", values), ("tf32", values), least=0)
+        if self.operation != "gdn_layer" and not self.context_parallel:
+            raise ValueError(f"context_parallel must be True for {self.operation}, which ranks share in no other way, got False")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
         if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:

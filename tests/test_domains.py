@@ -56,6 +56,11 @@ def test_a_random_domain_is_refused_or_every_law_draws_inside_it(kind: Made) -> 
         (PathDomain, {"compiled_widths": (0,)}, "compiled_widths must be a tuple of whole numbers in 1..1024, got (0,)"),
         (PathDomain, {"conv_widths": (65,)}, "conv_widths must be a tuple of whole numbers in 1..64, got (65,)"),
         (PathDomain, {"packed": False, "batched": False}, "packed or batched must be True, got neither"),
+        (
+            PathDomain,
+            {"operation": "kda", "context_parallel": False, "layouts": ("contiguous",)},
+            "context_parallel must be True for kda, which ranks share in no other way, got False",
+        ),
         (PathDomain, {"least_piece": 65}, "least_piece must be in 0..64, got 65"),
         (
             PathDomain,
