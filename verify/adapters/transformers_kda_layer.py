@@ -100,18 +100,7 @@ class Glm5NextLayer(KdaLayer):
 class Packed(KdaLayer):
     """Base of adapters of KDA layers as in training on packed sequences, whose offsets `forward` takes as `cu_seq_lens_q`."""
 
-    domain = LayerDomain(
-        "kda_layer",
-        equal_widths=True,
-        grouped_heads=False,
-        conv_bias=False,
-        negative_eigenvalues=False,
-        empty=False,
-        nothing=False,
-        caches=False,
-        parameter_dtypes=("fp32", "input"),
-        options=OPTIONS,
-    )
+    domain = dataclasses.replace(KdaLayer.domain, packed=True, caches=False, state_gradients=True)
 
     def further_options(self, x: Inputs) -> dict[str, Any]:
         return {"cu_seq_lens_q": x.cu_seqlens}

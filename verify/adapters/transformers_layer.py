@@ -7,6 +7,7 @@ One class has the code for all models. It asks the layer, not the release, for t
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -159,17 +160,7 @@ class Qwen4ExpLayer(GdnLayer):
 
     model = "qwen4_exp"
     api = "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextGatedDeltaNet"
-    domain = LayerDomain(
-        packed=False,
-        conv_bias=False,
-        negative_eigenvalues=False,
-        empty=False,
-        nothing=False,
-        state_gradients=False,
-        gatings=("silu", "sigmoid"),
-        parameter_dtypes=("fp32", "input"),
-        options=OPTIONS,
-    )
+    domain = dataclasses.replace(GdnLayer.domain, gatings=("silu", "sigmoid"))
 
 
 class OlmoHybridLayer(GdnLayer):
@@ -177,16 +168,7 @@ class OlmoHybridLayer(GdnLayer):
 
     model = "olmo_hybrid"
     api = "transformers.models.olmo_hybrid.modeling_olmo_hybrid:OlmoHybridGatedDeltaNet"
-    domain = LayerDomain(
-        packed=False,
-        conv_bias=False,
-        eps=("1e-5",),
-        empty=False,
-        nothing=False,
-        state_gradients=False,
-        parameter_dtypes=("fp32", "input"),
-        options=OPTIONS,
-    )
+    domain = dataclasses.replace(GdnLayer.domain, negative_eigenvalues=True, eps=("1e-5",))
 
 
 class LaraMiniLayer(GdnLayer):
