@@ -18,7 +18,7 @@ from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 16  # each holds half a gigabyte of the GPU's memory
-SHARING = 4  # the most workers of a kernel for each GPU; three took up to 111 GiB of an H200
+SHARING = 4  # the most workers of a kernel for each GPU; they took up to 108 GiB of an H200
 ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
 
