@@ -97,8 +97,8 @@ class Palette:
 
         An entry does not suit if the example would be outside the domain or the law would not apply to it. The oracle's law uses
         all entries; other laws use the first three that suit an example, in an order of their own. Truth laws launch kernels of
-        their own, so three of four use a wide entry only if no other suits; the seed says which. The choice depends only on a hash
-        of the seed, the law's name and the example.
+        their own. So a truth law takes wide entries like others in one of four seeds, and else only if no other suits. The choice
+        depends only on a hash of the seed, the law's name and the example.
         """
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
         most = len(self.entries) if law.name == "oracle" else FEW

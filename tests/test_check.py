@@ -48,9 +48,9 @@ from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
-from verify.process.messages import Question, RunOne
+from verify.process.messages import Compile, Describe, Question, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.process.worker import Worker
+from verify.process.worker import Worker, WorkerLost
 from verify.zoo import base
 
 RIGHT = "tests/right.py:Chunkwise"
@@ -647,6 +647,36 @@ def test_a_check_of_a_kernel_starts_as_many_workers_as_the_memory_of_the_gpus_ha
     checking.share_gpus(Domain())
     assert len(checking.workers) == count
     assert [checking._free.pop() for _ in first] == first[::-1]  # they have started, so the first laws get them
+
+
+def test_further_workers_of_a_gpu_start_before_their_first_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Semaphore(0)
+    questions = list[Question]()
+
+    class Starting(Answering):
+        def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+            questions.append(question)
+            begun.release()
+            raise WorkerLost("closed", "by its supervisor", "")  # a check that ends at once closes it
+
+    monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Starting())
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering()])
+    checking = Check(Settings(RIGHT, device="cuda", gpu_workers=3), 1)
+    checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=141 << 30)
+    checking.share_gpus(Domain())
+    assert all(begun.acquire(timeout=60) for _ in range(2))
+    assert questions == [Describe(RIGHT)] * 2
+
+
+def test_a_process_that_compiles_ahead_gives_way_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[int]()
+    monkeypatch.setattr(service.os, "nice", steps.append)
+    monkeypatch.setattr(service, "compiled", lambda run: False)
+    service._give_way.cache_clear()
+    for _ in range(2):
+        service._compile(Compile(f"law=oracle adapter={RIGHT} lengths=3"))
+    service._give_way.cache_clear()
+    assert steps == [service.NICE]
 
 
 def blind_at_first(monkeypatch: pytest.MonkeyPatch, blind: int) -> list[str]:

@@ -1,7 +1,7 @@
 """An adapter of the inference of Megatron-LM's GatedDeltaNet module. It adapts signature and layout only.
 
-Releases up to 0.19.2 have no such inference, main has. Megatron's engine keeps the states of all requests in
-slots, and `DynamicInferenceContext` says which requests a batch has. The context needs a GPU and the rest of an engine, so `_Batch`
+Releases up to 0.19.2 have no such inference, main has. Megatron's engine keeps the states of all requests in slots, and
+`DynamicInferenceContext` says which requests a batch has. The context needs a GPU and the rest of an engine, so `_Batch`
 stands in for it: it has the slots, and what the module asks of a batch. A batch is either all prompts or all single tokens.
 
 On a CPU, `_update` replaces Megatron's kernel that writes states into slots, which refuses tensors that are not on a GPU.

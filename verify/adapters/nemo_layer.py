@@ -5,13 +5,13 @@ flash-linear-attention. It needs NeMo AutoModel's files, transformers and flash-
 requirements (verify/adapters/stubs.py).
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.layer_domain import LayerDomain
 from verify.adapters import fla, serving, transformers_layer
 
 PLACE = "nemo_automodel.components.models.qwen3_5_moe.cp_linear_attn"
@@ -27,16 +27,7 @@ class Qwen35MoeLayer(transformers_layer.Qwen35MoeLayer):
     products = "tf32"
     api = f"{PLACE}:CPAwareGatedDeltaNet"
     requires = {"nemo-automodel": "0.7.0", "transformers": "5.18", **fla.REQUIRES}  # noqa: RUF012 - as in the base class
-    domain = LayerDomain(
-        packed=False,
-        conv_bias=False,
-        negative_eigenvalues=False,
-        empty=False,
-        nothing=False,
-        caches=False,
-        parameter_dtypes=("fp32", "input"),
-        options=transformers_layer.OPTIONS,
-    )
+    domain = dataclasses.replace(transformers_layer.GdnLayer.domain, caches=False, state_gradients=True)
 
     def bring(self) -> None:
         fla.core()

@@ -46,8 +46,8 @@ class Compilation:
 class Compilers:
     """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored.
 
-    What a worker waits for comes first, then what the laws need that have begun. Of these, one comes first whose family fewest
-    processes compile, since two processes of a family would wait for each other's kernels.
+    What a worker waits for comes first, then what the laws need that have begun. Among these, a family comes first that few other
+    processes compile, because processes of one family wait for each other's kernels at the end.
     """
 
     def __init__(self, workers: Sequence[Worker], first: Question | None, notes: Notes | None = None) -> None:
