@@ -3,13 +3,13 @@
 import dataclasses
 import errno
 import hashlib
-import importlib.util
 import json
 import os
 import pathlib
 import shutil
 import sys
 import time
+import venv
 import zipfile
 from typing import Any
 
@@ -351,10 +351,14 @@ def test_another_run_that_was_quicker_wins(
     assert names_in(pathlib.Path()) == ["there"]
 
 
-def test_without_pip_the_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_without_pip_the_line_says_so(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    monkeypatch.setattr(sys, "executable", python)
     line = failed(capsys, UNDECIDED)
-    assert line == f"gdn-verify: fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip"
+    assert line == f"gdn-verify: fetch needs pip, which this Python lacks: run {python} -m ensurepip"
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import contextlib
 import fnmatch
 import glob
 import hashlib
-import importlib.util
 import json
 import lzma
 import os
@@ -133,8 +132,6 @@ def _told_of_the_disk(folder: pathlib.Path) -> Iterator[None]:
 
 def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
     """Download the library's wheel into a folder with pip. Returns its path. FetchError has the last line of pip's output."""
-    if importlib.util.find_spec("pip") is None:
-        raise FetchError(f"fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip")
     requirement = f"{library.distribution}=={library.version}"
     output, python = "", library.python
     of_python = (f"--python-version={python}", "--implementation=cp", f"--abi=cp{python.replace('.', '')}")
@@ -152,6 +149,8 @@ def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
         if done.returncode == 0:
             return _wheel(library, folder)
         output = done.stdout
+        if output.rstrip().endswith("No module named pip"):
+            raise FetchError(f"fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip")
         if "No matching distribution" not in output or "Retrying" in output:
             break  # another machine's wheel would not be found either
     raise FetchError(f"pip could not download {requirement}: {_last_line(output)}")
