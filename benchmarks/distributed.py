@@ -21,13 +21,13 @@ from typing import Any
 START = time.perf_counter()
 
 from benchmarks import records  # noqa: E402 - the clock starts before
-from properties.cases.path_case import ParallelCase  # noqa: E402
-from properties.path_domain import PathDomain, with_forms  # noqa: E402
-from properties.path_laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
-from properties.strategies import Example  # noqa: E402
+from properties.paths.case import ParallelCase  # noqa: E402
+from properties.paths.domain import PathDomain, with_forms  # noqa: E402
+from properties.paths.laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
+from properties.words.example import Example  # noqa: E402
 from verify.engine.asking import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
 from verify.engine.drawing import batches, seeded  # noqa: E402
-from verify.execution.run import Run  # noqa: E402
+from verify.execution.line import Run  # noqa: E402
 from verify.findings.store import Store  # noqa: E402
 from verify.process.choices import BACKENDS  # noqa: E402
 from verify.process.outcome import Outcome, Verdict  # noqa: E402
@@ -137,7 +137,7 @@ def rate(
 
     Both the warm-up (WARM) and the cases that are measured (--cases) are `times` as many.
     """
-    from properties.path_domain import path_cases
+    from properties.paths.domain import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0

@@ -21,7 +21,7 @@ import threading
 import time
 
 from benchmarks import records
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.zoo.animals import animals
 

@@ -4,8 +4,9 @@
 
 The cases are those of the law `oracle` for implementations in plain torch, which are not called: a tolerance needs none. The
 program prints the largest growth, how many rows grow by more than some factors, and the case with the largest growth. From these
-come CLEAR and CLEAR_OF_MORE in oracles/bound.py, the factors by which an error must exceed a tolerance before it counts as broken
-without more runs. Calls whose errors may be amplified from chunk to chunk have factors of their own, and a table of their own.
+come CLEAR and CLEAR_OF_MORE in oracles/tolerance/bound.py, the factors by which an error must exceed a tolerance before it counts
+as broken without more runs. Calls whose errors may be amplified from chunk to chunk have factors of their own, and a table of their
+own.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from oracles import bound
+from oracles.tolerance import bound
 from properties.books import book_of
-from properties.strategies import Example
+from properties.words.example import Example
 from verify.adapters.base import Adapter
 from verify.adapters.loader import load
 from verify.engine.drawing import seeded

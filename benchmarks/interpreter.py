@@ -27,7 +27,7 @@ from properties.books import book_of
 from verify.adapters.loader import load
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.interpreter import SEQUENTIAL, install
 from verify.interpreter.internals import get, put
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import records
-from oracles.bound import MORE, RUNS, Bound, bounds, truth
-from oracles.chunkwise import delta_rule
 from oracles.operation import Inputs
-from properties.cases.rule_case import Case
+from oracles.rule.chunkwise import delta_rule
+from oracles.tolerance.bound import MORE, RUNS, Bound, bounds, truth
+from properties.rules.case import Case
 
 Call = Callable[[], object]
 # Columns of the recorded tolerances, and the calls that they are of (bound_cost). On a GPU the oracle's own run is not counted.

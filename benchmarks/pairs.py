@@ -34,15 +34,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import planted, records
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.laws import Law
-from properties.strategies import Example
+from properties.laws.law import Law
+from properties.words.example import Example
 from verify.adapters.base import Adapter
 from verify.engine.asking import ask
 from verify.engine.drawing import seeded
 from verify.engine.explaining import explain
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import records
-from oracles.allowance import KAPPA
+from oracles.tolerance.allowance import KAPPA
 from properties.books import book_of, every_law
 from verify.engine.asking import ask, describe, with_sizes
 from verify.engine.drawing import of_law
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store

@@ -14,12 +14,12 @@ import sys
 import time
 
 from benchmarks import records
-from properties.rule_laws import LAWS
-from properties.strategies import Example
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from verify.engine.asking import ask, describe
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.worker import Worker
 

@@ -24,11 +24,11 @@ from benchmarks import records
 from oracles.operation import DTYPES
 from properties.books import book_of
 from properties.palette import real_case
-from properties.strategies import Example
+from properties.words.example import Example
 from verify.engine.asking import ask_all, describe, most_at_once, of_one_key
 from verify.engine.compile_plan import Plan
 from verify.engine.compilers import COMPILE_S, Compilers
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.store import Store
 from verify.gpu import device as devices

@@ -123,7 +123,7 @@ def result(line: str) -> list[Any]:
     from verify.execution import judging
     from verify.execution.execute import execute
     from verify.execution.judge import judge
-    from verify.execution.run import Run
+    from verify.execution.line import Run
     from verify.interpreter import install
 
     install()

@@ -20,9 +20,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from oracles.arithmetic.rounding import Arithmetic, summed
 from oracles.gates import rounded_silu, shared, sigmoid
 from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_a_sequence, padding_of_rows, sequences
-from oracles.rounding import Arithmetic, summed
 
 ACTIVATIONS = (None, "silu")
 

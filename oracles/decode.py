@@ -4,8 +4,8 @@ Request n reads its state from slot slots[n] of the pool, and writes it back the
 keep every bit. A slot equal to `padding` (-1; 0 in vLLM, where slot 0 belongs to no request) marks a padding request: it reads a
 state of zeros and writes nothing. Its output rows mean nothing; here they are zeros.
 
-The rule is the gated delta rule or KDA. As in oracles/gated_delta.py, a kernel may compute the gate and beta itself. States may be
-stored in half precision. Every state that is written back is then rounded to that precision, once for each call.
+The rule is the gated delta rule or KDA. As in oracles/rule/gated_delta.py, a kernel may compute the gate and beta itself. States
+may be stored in half precision. Every state that is written back is then rounded to that precision, once for each call.
 
 Two optional inputs say more about each request. `has_initial_state` is 0 if the request begins: it then starts from zeros, whatever
 an earlier request left in its slot. `accepted` is for a draft that was verified: how many of the request's tokens are kept. The
@@ -20,10 +20,10 @@ import functools
 import torch
 from torch import Tensor
 
-from oracles import gated_delta
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import known_norm
 from oracles.operation import Inputs, Operation, Port, at_least_one, finite_scale, flag, grouped_heads, sequence_count, sequences
-from oracles.rounding import Arithmetic
+from oracles.rule import gated_delta
 
 TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "alpha")
 _PARAMETERS = ("A_log", "dt_bias")

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from oracles.arithmetic.rounding import FUNCTION_BITS, FUNCTION_TERMS, SINGLE, Arithmetic, summed
 from oracles.operation import Inputs, Operation, Port, at_least_one, flag
-from oracles.rounding import FUNCTION_BITS, FUNCTION_TERMS, SINGLE, Arithmetic, summed
 
 
 def sigmoid(x: Tensor) -> Tensor:

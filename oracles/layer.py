@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from oracles import conv, gated_delta, gates, norm
+from oracles import conv, gates, norm
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs, Operation, Port, Rule, flag, one_a_sequence, padding_of_rows
-from oracles.rounding import Arithmetic
+from oracles.rule import gated_delta
 
 
 @dataclasses.dataclass(frozen=True)

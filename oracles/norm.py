@@ -21,9 +21,9 @@ import math
 import torch
 from torch import Tensor
 
+from oracles.arithmetic.rounding import SINGLE, Arithmetic, summed
 from oracles.gates import rounded_sigmoid, rounded_silu, shared, sigmoid
 from oracles.operation import Inputs, Operation, Port, at_least_one
-from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
 GATINGS = ("silu", "sigmoid")

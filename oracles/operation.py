@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.rounding import CLASSES, Arithmetic
+from oracles.arithmetic.rounding import CLASSES, Arithmetic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

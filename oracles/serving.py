@@ -10,9 +10,10 @@ oldest first; before the first token they are zeros.
 
 from torch import Tensor
 
-from oracles import conv, gated_delta, gates
+from oracles import conv, gates
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs, Operation, Port, at_least_one, one_a_sequence
-from oracles.rounding import Arithmetic
+from oracles.rule import gated_delta
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:

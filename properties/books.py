@@ -4,44 +4,44 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
-from properties.call_domain import CallDomain
-from properties.call_laws import CALL_LAWS
-from properties.cases.call_case import CallCase
-from properties.cases.layer_case import LAYERS, LayerCase
-from properties.cases.module_case import MODULES, ModuleCase
-from properties.cases.path_case import ParallelCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.cases.trace_case import TraceCase
-from properties.domain import Domain
-from properties.illegal_events import EVENT_INPUTS
-from properties.illegal_inputs import MODULE_INPUTS, NO_INPUTS, RULE_INPUTS, IllegalInputs
-from properties.illegal_layers import LAYER_INPUTS
-from properties.illegal_layouts import LAYOUT_INPUTS
-from properties.illegal_pools import POOL_INPUTS
-from properties.laws import Law
-from properties.layer_domain import LayerDomain
-from properties.layer_laws import LAYER_LAWS
-from properties.module_domain import ModuleDomain
-from properties.module_laws import MODULE_LAWS
-from properties.names import unknown
-from properties.path_domain import OPERATIONS, PathDomain
-from properties.path_laws import PATH_LAWS
-from properties.pool_domain import PoolDomain
-from properties.pool_laws import POOL_LAWS
-from properties.rule_laws import LAWS
-from properties.smaller import (
-    SMALLER_CALLS,
-    SMALLER_LAYERS,
-    SMALLER_MODULES,
-    SMALLER_PATHS,
-    SMALLER_POOLS,
-    SMALLER_RULES,
-    SMALLER_TRACES,
-    Smaller,
-)
-from properties.trace_domain import TraceDomain
-from properties.trace_laws import TRACE_LAWS
+from properties.calls.case import CallCase
+from properties.calls.domain import CallDomain
+from properties.calls.laws import CALL_LAWS
+from properties.calls.smaller import SMALLER_CALLS
+from properties.laws.law import Law
+from properties.layers.case import LAYERS, LayerCase
+from properties.layers.domain import LayerDomain
+from properties.layers.illegal import LAYER_INPUTS
+from properties.layers.laws import LAYER_LAWS
+from properties.layers.smaller import SMALLER_LAYERS
+from properties.modules.case import MODULES, ModuleCase
+from properties.modules.domain import ModuleDomain
+from properties.modules.illegal import MODULE_INPUTS
+from properties.modules.laws import MODULE_LAWS
+from properties.modules.smaller import SMALLER_MODULES
+from properties.paths.case import ParallelCase
+from properties.paths.domain import OPERATIONS, PathDomain
+from properties.paths.illegal import LAYOUT_INPUTS
+from properties.paths.laws import PATH_LAWS
+from properties.paths.smaller import SMALLER_PATHS
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.pools.illegal import POOL_INPUTS
+from properties.pools.laws import POOL_LAWS
+from properties.pools.smaller import SMALLER_POOLS
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.illegal import RULE_INPUTS
+from properties.rules.laws import LAWS
+from properties.rules.smaller import SMALLER_RULES
+from properties.traces.case import TraceCase
+from properties.traces.domain import TraceDomain
+from properties.traces.illegal import EVENT_INPUTS
+from properties.traces.laws import TRACE_LAWS
+from properties.traces.smaller import SMALLER_TRACES
+from properties.words.illegal import NO_INPUTS, IllegalInputs
+from properties.words.names import unknown
+from properties.words.smaller import Smaller
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,13 +32,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.books import book_of
-from properties.cases.module_case import ModuleCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.laws import Law
+from properties.laws.law import Law
+from properties.modules.case import ModuleCase
+from properties.pools.case import PoolCase
+from properties.rules.case import Case
 from properties.seeds import draw
-from properties.sizes import EVERY, KINDS
-from properties.strategies import BLOCKS, EDGES, Example
+from properties.words.example import Example
+from properties.words.lengths import BLOCKS, EDGES
+from properties.words.sizes import EVERY, KINDS
 
 SIZE = 12
 SAMPLES = 24  # examples of each law that are drawn to see which keys it needs

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from properties.books import book_of
-from properties.domain import Domain
-from verify.execution.run import Run
+from properties.rules.domain import Domain
+from verify.execution.line import Run
 from verify.process.messages import Describe, Description, Question, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.far_views import reserved
-from properties.module_domain import ModuleDomain
-from properties.pool_domain import PoolDomain
+from properties.laws.far_views import reserved
+from properties.modules.domain import ModuleDomain
+from properties.pools.domain import PoolDomain
 from verify.adapters.base import Adapter
 from verify.zoo.base import Serving, at_32_bits
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import bound, parallel, sharding
+from oracles import parallel, sharding
 from oracles.layer import GDN_LAYER, Layer
 from oracles.operation import Inputs
 from oracles.sharding import Shard
+from oracles.tolerance import bound
 from tests.judging import worst
 from verify.adapters.gdn import layer as layers
 from verify.adapters.gdn import weights as layer_weights

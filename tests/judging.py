@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from oracles.bound import Bound, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs, Operation, gradient_name
-from oracles.rounding import Arithmetic
+from oracles.tolerance.bound import Bound, truth
 
 Results = dict[str, Tensor]
 Implementation = Callable[[Inputs], Results]

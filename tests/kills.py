@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.laws import Law
-from properties.strategies import Example
+from properties.laws.law import Law
+from properties.words.example import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.drawing import batches, of_law, seeded
@@ -22,7 +22,7 @@ from verify.engine.explaining import Explained
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import Shrunk, shrink
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import call
 

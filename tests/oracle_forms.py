@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from oracles import evaluation
-from oracles.gated_delta import definition
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import EPS, l2norm
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import REMEMBERING, cases
+from oracles.rule.gated_delta import definition
+from oracles.tolerance import evaluation
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import REMEMBERING, cases
 
 Results = dict[str, Tensor]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -5,11 +5,12 @@ import functools
 import torch
 from torch import Tensor
 
-from oracles.bound import Bound, bounds
 from oracles.operation import gradient_name
-from properties.cases.rule_case import Case
+from oracles.tolerance.bound import Bound, bounds
+from properties.rules.case import Case
 from tests import right
-from verify.execution.judge import judge, where
+from verify.bench.places import where
+from verify.execution.judge import judge
 
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 LINE = "lengths=70+9+0+1 packed=yes heads=2 value_heads=4 value_dim=24 state=random qk_norm=yes seed=3"

@@ -20,10 +20,10 @@ from properties.books import book_of
 from verify.adapters.base import Adapter
 from verify.adapters.fla import core
 from verify.adapters.loader import load
+from verify.bench.adapter_bench import AdapterBench
 from verify.engine.drawing import seeded
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.interpreter import SEQUENTIAL, install
 
 install()

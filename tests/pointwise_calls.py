@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.conv import CAUSAL_CONV1D
 from oracles.gates import GDN_GATE, KDA_GATE
 from oracles.norm import GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR
 from oracles.operation import Inputs, Operation
-from oracles.rounding import Arithmetic
 from tests.judging import Results
 
 OPERATIONS = {

@@ -18,13 +18,18 @@ from oracles.norm import GATINGS, NORM_FORMS
 from oracles.operation import DTYPES
 from oracles.operations import RULES
 from properties.books import BOOKS, book_of
-from properties.call_domain import CallDomain
-from properties.cases.layer_case import EPS as LAYER_EPS
-from properties.cases.layer_case import LAYERS
-from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, RESIDUALS, STATE_COLUMNS
-from properties.cases.path_case import CHOICES, LAYOUTS
-from properties.cases.pool_case import BLOCK_SIZES, PADDING_SLOTS
-from properties.cases.rule_case import (
+from properties.calls.domain import CallDomain
+from properties.laws.law import Law
+from properties.layers.case import EPS as LAYER_EPS
+from properties.layers.case import LAYERS
+from properties.layers.domain import LayerDomain
+from properties.modules.case import ACTIVATIONS, EPS, MODULES, RESIDUALS, STATE_COLUMNS
+from properties.modules.domain import ModuleDomain
+from properties.paths.case import CHOICES, LAYOUTS
+from properties.paths.domain import OPERATIONS, PathDomain, with_forms
+from properties.pools.case import BLOCK_SIZES, PADDING_SLOTS
+from properties.pools.domain import NOT_OF_POOLS, POOL_STATES, POOL_VIEWS, PoolDomain
+from properties.rules.case import (
     CHANNEL_DECAYS,
     DECAYS,
     FINAL_DTYPES,
@@ -35,15 +40,11 @@ from properties.cases.rule_case import (
     PARAMETER_DTYPES,
     STATE_DTYPES,
 )
-from properties.cases.rule_numbers import LOWER_BOUNDS, NORM_EPS, SCALES
-from properties.domain import LARGEST, STRENGTHS, Domain
-from properties.laws import Law
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.path_domain import OPERATIONS, PathDomain, with_forms
-from properties.pool_domain import NOT_OF_POOLS, POOL_STATES, POOL_VIEWS, PoolDomain
-from properties.strategies import Example
-from properties.trace_domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
+from properties.rules.domain import STRENGTHS, Domain
+from properties.rules.numbers import LOWER_BOUNDS, NORM_EPS, SCALES
+from properties.traces.domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
+from properties.words.domain import LARGEST
+from properties.words.example import Example
 from verify.engine.drawing import seeded
 
 Draw = Callable[[random.Random], Any]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from oracles.operation import Inputs
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from tests import reach_library as library
 from verify.adapters.base import Adapter
 

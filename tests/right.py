@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import decorating_later
 from verify.zoo.base import Chunkwise

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from tests.right import Recurrent
 from verify.adapters.base import Adapter
 from verify.zoo.base import Chunkwise

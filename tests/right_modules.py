@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.adapters.base import Adapter
 from verify.zoo.modules import Conv, ConvMasked, ConvSteps, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 

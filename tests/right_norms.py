@@ -5,10 +5,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from oracles.gated_delta import repeat_heads
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from oracles.rule.gated_delta import repeat_heads
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from tests.right import Recurrent
 from verify.zoo.base import Chunkwise, Serving
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from oracles.rounding import Arithmetic
+from oracles.arithmetic.rounding import Arithmetic
 
 
 def numbers(runs: int, *shape: int, low: int = -3, high: int = 3) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.bound import truth
 from oracles.decode import DECODE
 from oracles.operation import Inputs
+from oracles.tolerance.bound import truth
 from verify.adapters import serving, stubs
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.packages import installed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from properties.rule_laws import LAWS
+from properties.rules.laws import LAWS
 from tests.kills import Fewer, small_ones
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.registry import KERNELS

@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound
 from oracles.decode import decode
-from oracles.gated_delta import in_kernel
 from oracles.operation import Inputs
+from oracles.rule.gated_delta import in_kernel
+from oracles.tolerance import bound
 from properties.books import book_of
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.cases.rule_numbers import SATURATED
-from properties.domain import Domain
 from properties.palette import draw_palette, sample
-from properties.pool_domain import PoolDomain, pool_cases
-from properties.rule_laws import LAWS
-from properties.strategies import Example, cases
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain, pool_cases
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.rules.laws import LAWS
+from properties.rules.numbers import SATURATED
+from properties.words.example import Example
 from tests import right
 from tests.judging import evaluate, worst
 from tests.kills import Kill, assert_killed_alone, rows

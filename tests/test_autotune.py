@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from properties.cases.line import split_line
+from properties.words.line import split_line
 from tests.alone import answered
 from tests.needs import need
 from verify.gpu import autotune

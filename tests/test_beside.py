@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import alive, gone
 from verify.engine.asking import ask, describe
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.report import finding_lines
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Verdict

@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound, evaluation
-from oracles.allowance import KAPPA
-from oracles.bound import RUNS, Bound, bounds, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from oracles.tolerance import bound, evaluation
+from oracles.tolerance.allowance import KAPPA
+from oracles.tolerance.bound import RUNS, Bound, bounds, truth
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests import right
 from tests.over_bounds import answered
 from tests.right_rules import TokenByToken
-from verify.execution.judge import Judgement, judge, where
+from verify.bench.places import where
+from verify.execution.judge import Judgement, judge
 from verify.process.outcome import Finding
 from verify.zoo.base import Chunkwise
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_for, book_of
-from properties.call_domain import CallDomain
-from properties.call_laws import CALL_LAWS
-from properties.cases.call_case import CallCase
-from properties.strategies import Example
+from properties.calls.case import CallCase
+from properties.calls.domain import CallDomain
+from properties.calls.laws import CALL_LAWS
+from properties.words.example import Example
 from tests import right_calls
+from verify.bench.call_bench import CallBench
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution.call_bench import CallBench
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -15,20 +15,22 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from oracles import bound
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.laws import Blind
-from properties.module_domain import ModuleDomain
-from properties.path_laws import PATH_LAWS
-from properties.rule_laws import LAWS
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
+from oracles.tolerance import bound
+from properties.laws.law import Blind
+from properties.modules.domain import ModuleDomain
+from properties.paths.laws import PATH_LAWS
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.traces.domain import TraceDomain
+from properties.words.example import Example
 from tests.answering import Answering
 from tests.commands import Command
 from verify.adapters import loader
-from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
+from verify.adapters.registry import AdapterError
+from verify.bench import path_bench
+from verify.bench.adapter_bench import AdapterBench
 from verify.cli.exits import UNDECIDED, exit_code
 from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
@@ -39,10 +41,9 @@ from verify.engine.drawing import seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import execute as execute_module
-from verify.execution import judging, path_bench, service
-from verify.execution.bench import AdapterBench
+from verify.execution import judging, service
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport
@@ -260,7 +261,7 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     outcome = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert outcome.verdict is Verdict.UNKNOWN
     assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
-    assert re.fullmatch(rf"{type(error).__name__} at verify/execution/memo.py:\d+ in \w+", outcome.fault)
+    assert re.fullmatch(rf"{type(error).__name__} at verify/bench/memo.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
 
 
@@ -302,7 +303,7 @@ def test_cases_of_modules_shrink_inside_their_domain(store: Store) -> None:
     assert {domain.outside(Run.parse(line).example.case) for line in worker.asked} == {None}
 
 
-HERE, THERE = "RuntimeError at verify/execution/path_bench.py:7 in f", "RuntimeError at verify/execution/path_bench.py:9 in f"
+HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError at verify/bench/path_bench.py:9 in f"
 
 
 @pytest.mark.parametrize(

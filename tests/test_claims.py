@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.cases.module_case import ModuleCase
+from properties.modules.case import ModuleCase
 from tests.alone import answered
 from verify.adapters.gdn import functions
 from verify.adapters.gdn.exchange import feature_map, permuted

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS
-from properties.path_laws import PATH_LAWS
-from properties.rule_laws import LAWS
+from properties.paths.laws import PATH_LAWS
+from properties.rules.laws import LAWS
 from tests.answering import Answering
 from tests.commands import VERIFY, Command
 from tests.processes import family, gone

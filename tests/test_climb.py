@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.cases.rule_case import BETAS, GATES, VALUES, Case
-from properties.domain import Domain
-from properties.laws import Law
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
+from properties.laws.law import Law
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
 from properties.palette import draw_palette, key_of, suits
-from properties.path_domain import PathDomain
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
+from properties.paths.domain import PathDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.case import BETAS, GATES, VALUES, Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.traces.domain import TraceDomain
+from properties.words.example import Example
 from tests.answering import Answering
 from verify.engine import climb as climb_module
 from verify.engine.check import Check
@@ -28,7 +28,7 @@ from verify.engine.climb import LEAST, climb, climbed
 from verify.engine.drawing import of_law, seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 

@@ -15,21 +15,21 @@ from unittest import mock
 import pytest
 
 from oracles.operation import Inputs
-from properties.call_domain import CallDomain
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
+from properties.calls.domain import CallDomain
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
 from properties.palette import key_of
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.strategies import Example
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from verify.engine import compile_plan
 from verify.engine.compile_plan import FORWARD, REACH, Plan, in_order
 from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.drawing import of_law, seeded
 from verify.execution.execute import compiled, execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.gpu.compiled_keys import Notes
 from verify.process.messages import Compile, Describe
 from verify.process.outcome import Verdict
@@ -281,13 +281,13 @@ def test_those_laws_do_run_forward_alone(law: str) -> None:
             raise StopIteration
 
         def bounds(self, inputs: Any, cotangents: Any, *_: Any) -> Any:
-            from oracles.bound import bounds
+            from oracles.tolerance.bound import bounds
 
             self.asked.append(cotangents)
             return bounds(example.case.spec, inputs, None, "chunkwise")
 
         def truth(self, inputs: Any, cotangents: Any) -> Any:
-            from oracles.bound import truth
+            from oracles.tolerance.bound import truth
 
             return truth(example.case.spec, inputs, None)
 

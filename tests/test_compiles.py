@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from tests.answering import Answering
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import Describe, Question
 

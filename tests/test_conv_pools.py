@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracles.operation import Inputs
-from properties.cases.module_case import ModuleCase
+from properties.modules.case import ModuleCase
 from tests.kills import Fewer, Kill, assert_killed_alone
 from verify.adapters.conv_pools import ConvPool, offsets
 from verify.engine.check import Check

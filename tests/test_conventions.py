@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import bounds
-from oracles.gated_delta import rule_of
 from oracles.operation import Inputs
-from properties import common_laws
+from oracles.rule.gated_delta import rule_of
+from oracles.tolerance.bound import bounds
 from properties.books import book_of
-from properties.cases.module_case import ModuleCase
-from properties.cases.rule_case import Case
-from properties.domain import LARGEST, Domain
-from properties.module_domain import ModuleDomain
+from properties.laws import common as common_laws
+from properties.modules.case import ModuleCase
+from properties.modules.domain import ModuleDomain
 from properties.palette import draw_palette, sample
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.strategies import Example, cases
-from properties.trace_domain import TraceDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.rules.laws import LAWS
+from properties.traces.domain import TraceDomain
+from properties.words.domain import LARGEST
+from properties.words.example import Example
 from tests import right_interfaces
 from tests.right_conventions import (
     CONVENTIONS,
@@ -39,8 +41,8 @@ from verify.adapters.base import Adapter
 from verify.engine.shrink import shrink
 from verify.execution import judging
 from verify.execution.execute import execute
+from verify.execution.line import Run
 from verify.execution.refusals import probe
-from verify.execution.run import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
 INTERFACES = [

@@ -3,8 +3,8 @@
 import pytest
 
 from properties.books import BOOKS
-from properties.cases.rule_case import GATES, Case
-from properties.domain import Domain
+from properties.rules.case import GATES, Case
+from properties.rules.domain import Domain
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
@@ -57,7 +57,7 @@ def test_every_kind_of_case_is_counted(book: object) -> None:
 @pytest.mark.slow
 def test_the_default_profile_of_everything_misses_nothing() -> None:
     cases: list[Case] = []
-    from properties.rule_laws import LAWS
+    from properties.rules.laws import LAWS
 
     domain = Domain(in_kernel=("none", "gate", "beta", "both"))
     for law in LAWS.values():

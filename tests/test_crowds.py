@@ -5,11 +5,12 @@ import pathlib
 
 import pytest
 
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.rule_laws import LAWS
-from properties.sizes import CROWD, MOST, places, sized
-from properties.strategies import Example, crowd
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import crowd
+from properties.rules.laws import LAWS
+from properties.words.example import Example
+from properties.words.sizes import CROWD, MOST, places, sized
 from verify.adapters import loader
 from verify.engine.drawing import of_law
 from verify.process.messages import RunOne

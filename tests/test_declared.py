@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import bounds
 from oracles.operation import Inputs
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.module_domain import ModuleDomain
+from oracles.tolerance.bound import bounds
+from properties.modules.domain import ModuleDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
 from tests.answering import Answering
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 from verify.engine.asking import Described
 from verify.engine.explaining import would_hold
 from verify.execution import execute as execute_module
 from verify.execution.execute import execute
 from verify.execution.judge import OFF
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -161,7 +162,7 @@ def test_another_norm_is_told_and_no_other_one(
 ) -> None:
     kernel = tmp_path / "unsaid.py"
     kernel.write_text(
-        f"from tests.right_norms import {kind}\nfrom properties.domain import Domain\n"
+        f"from tests.right_norms import {kind}\nfrom properties.rules.domain import Domain\n"
         f"class Unsaid({kind}):\n    domain = Domain(**{{name: getattr({domain!r}, name) for name in "
         "('qk_norm_eps', 'qk_norm_forms')})\n"
     )

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles import evaluation
-from oracles.bound import Bound, bounds, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.decode import DECODE
-from oracles.gated_delta import GATED_DELTA_RULE, definition
 from oracles.norm import l2norm
 from oracles.operation import Inputs, gradient_name, sequences
-from oracles.rounding import Arithmetic
+from oracles.rule.gated_delta import GATED_DELTA_RULE, definition
+from oracles.tolerance import evaluation
+from oracles.tolerance.bound import Bound, bounds, truth
 from tests import judging, wrong_backward
 from tests.judging import Results, gradcheck, relative, remainders, taylor_order
 

@@ -10,15 +10,15 @@ import sys
 import pytest
 import torch
 
-from properties.cases.rule_case import Case
-from properties.strategies import Example
+from properties.rules.case import Case
+from properties.words.example import Example
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import AdapterFault
 from verify.cli import exits
 from verify.cli import main as cli
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.faults import AdapterFault
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome
 from verify.process.worker import Worker

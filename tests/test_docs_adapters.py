@@ -31,7 +31,7 @@ def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) ->
 
 @pytest.mark.parametrize(("section_name", "kind"), [("TraceAdapter", "Sizes"), ("Engine", "Batch")])
 def test_what_an_engine_gets_is_in_the_page(section_name: str, kind: str) -> None:
-    value = getattr(importlib.import_module("properties.cases.trace_case"), kind)
+    value = getattr(importlib.import_module("properties.traces.case"), kind)
     properties = {name for name, member in vars(value).items() if isinstance(member, property)}
     page = re.findall(r"`([a-zA-Z_]+)[ `]", section(reference("adapters"), section_name))
     assert {*fields(value), *properties} - {*page} == set()

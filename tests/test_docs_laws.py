@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS, Book
-from properties.laws import Law
+from properties.laws.law import Law
 from tests.pages import Row, code_column, codes, reference, section, tables
 from tests.sources import fields, keyword_arguments
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS, book_of
-from properties.call_domain import CallDomain
-from properties.cases.pool_case import PoolCase
-from properties.cases.trace_case import TraceCase
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.path_domain import PathDomain, with_forms
-from properties.pool_domain import PoolDomain
-from properties.trace_domain import TraceDomain
+from properties.calls.domain import CallDomain
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
+from properties.paths.domain import PathDomain, with_forms
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.traces.case import TraceCase
+from properties.traces.domain import TraceDomain
 from tests.random_domains import as_checked, changed, faults, laws_of, random_domain
 from verify.engine.drawing import seeded
 

@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.bound import bounds, truth
-from oracles.gated_delta import definition
+from oracles.rule.gated_delta import definition
+from oracles.tolerance.bound import bounds, truth
 from properties.books import book_of
-from properties.cases import module_case, rule_numbers
-from properties.cases.module_case import ModuleCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import GIVEN_GATES, Case
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
-from properties.strategies import Example
+from properties.modules import case as module_case
+from properties.modules.case import ModuleCase
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules import numbers as rule_numbers
+from properties.rules.case import GIVEN_GATES, Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from tests import wrong_thresholds as thresholds
 from verify.adapters.base import Adapter
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 from verify.zoo import wrong_edges as edges
 from verify.zoo.animals import right_of

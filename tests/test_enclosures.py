@@ -17,14 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import chunkwise
-from oracles.bound import truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.conv import CAUSAL_CONV1D
-from oracles.gated_delta import definition
 from oracles.gates import GDN_GATE, KDA_GATE, rounded_silu, sigmoid, softplus
 from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR
 from oracles.operation import Inputs, Operation
-from oracles.rounding import Arithmetic
+from oracles.rule import chunkwise
+from oracles.rule.gated_delta import definition
+from oracles.tolerance.bound import truth
 from tests import wrong_backward
 
 Record = Callable[[str, object], None]

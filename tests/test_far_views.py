@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from properties import far_views
 from properties.books import book_of
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.far_views import LEAST, LEAST_TOKENS, SPAN, apart, far, far_rows
-from properties.laws import Blind
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
+from properties.laws import far_views
+from properties.laws.far_views import LEAST, LEAST_TOKENS, SPAN, apart, far, far_rows
+from properties.laws.law import Blind
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
 from properties.palette import draw_palette, sample
-from properties.pool_domain import PoolDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound
 from oracles.operation import Inputs
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
+from oracles.tolerance import bound
+from properties.pools.case import PoolCase
+from properties.rules.case import Case
 from tests import right
 from tests.judging import worst
 from verify.adapters import flashinfer_kernels as kernels
 from verify.adapters import flashinfer_references as references
 from verify.adapters import loader
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
 from verify.cli.exits import HOLDS
 from verify.cli.main import main
 from verify.zoo.base import Chunkwise

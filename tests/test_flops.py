@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from oracles.flops import Flops, backward_flops, forward_flops, training_flops
-from oracles.gated_delta import definition, repeat_heads
 from oracles.layer import Layer
+from oracles.rule.gated_delta import definition, repeat_heads
 
 Formula = Callable[[Layer, int], Flops]
 Counts = dict[str, int]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.bound import Bound, bounds
+from oracles.tolerance.bound import Bound, bounds
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.engine.asking import ask
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.messages import Compile, RunOne

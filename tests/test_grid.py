@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from properties.books import book_of
-from properties.strategies import Example
+from properties.words.example import Example
 from tests.alone import answered, told
 from tests.needs import need
 from verify.adapters.packages import installed
 from verify.cli.main import main
 from verify.engine.asking import ask, describe
 from verify.engine.drawing import seeded
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.interpreter import SEQUENTIAL
 from verify.interpreter.self_test import TRITONS
@@ -97,7 +97,7 @@ from verify.interpreter import patches
 patches.TRITONS, patches.trouble = (), "Triton {} cannot be used".format
 import triton
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 outcome = execute(Run.parse("law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8"))
 told = {"verdict": str(outcome.verdict), "reason": outcome.reason}
 """

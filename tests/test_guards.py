@@ -8,14 +8,14 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.cases.rule_case import Case
+from properties.rules.case import Case
 from verify.adapters.base import Adapter
+from verify.bench import guards as module
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.guards import GUARD, UNPOISONED, Copies, Guards
 from verify.engine.drawing import seeded
-from verify.execution import guards as module
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.guards import GUARD, UNPOISONED, Copies, Guards
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.interpreter import memory
 from verify.process.outcome import FailureKind, Verdict
 from verify.zoo import base

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.domain import Domain
-from properties.history_laws import HISTORIES, other_kinds, rotated
-from properties.strategies import Example
+from properties.laws.history import HISTORIES, other_kinds, rotated
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from verify.adapters.fla import Chunk
+from verify.bench import adapter_bench as benches
+from verify.bench import addresses
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import AdapterFault
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
 from verify.engine.drawing import of_law
 from verify.engine.law_check import LawCheck, Settings
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution import addresses
-from verify.execution import bench as benches
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.faults import AdapterFault
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.books import Book, book_named
-from properties.cases.trace_case import Sizes
-from properties.domain import Domain
-from properties.illegal_events import check_step
-from properties.illegal_layouts import CHANGES, JUDGED, IllegalLayout, check_layout
-from properties.layer_domain import LayerDomain
-from properties.path_domain import PathDomain
-from properties.pool_domain import PoolDomain
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
-from properties.trace_laws import TRACE_LAWS
+from properties.layers.domain import LayerDomain
+from properties.paths.domain import PathDomain
+from properties.paths.illegal import CHANGES, JUDGED, IllegalLayout, check_layout
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.traces.case import Sizes
+from properties.traces.domain import TraceDomain
+from properties.traces.illegal import check_step
+from properties.traces.laws import TRACE_LAWS
+from properties.words.example import Example
 from verify.adapters.base import Adapter, Engine, PathAdapter, TraceAdapter
 from verify.adapters.gdn.pool import Pool, PoolEngine
 from verify.cli import check_command

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles import bound
-from oracles.gated_delta import definition, in_kernel
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from properties.cases.rule_case import IN_KERNEL, Case
+from oracles.rule.gated_delta import definition, in_kernel
+from oracles.tolerance import bound
+from properties.rules.case import IN_KERNEL, Case
 from tests import wrong_backward
 from tests.judging import gradcheck, remainders, taylor_order
 from verify.zoo import wrong_gates as zoo

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from tests.needs import need
 from verify.adapters import fla, transformers
 from verify.adapters.interface import Signature, Unavailable, signature
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Verdict
 
 RULE = '''
@@ -134,7 +134,7 @@ def test_a_library_that_cannot_be_imported_decides_nothing(tmp_path: pathlib.Pat
     monkeypatch.delitem(sys.modules, "fla.modules.l2norm")
     (tmp_path / "l2norm.py").write_text("import no_such_requirement\n")
     sys.modules["fla.modules"].__path__ = [str(tmp_path)]
-    monkeypatch.setattr("verify.execution.faults.uses_stubs", lambda: False)  # another test may have brought stubs
+    monkeypatch.setattr("verify.bench.faults.uses_stubs", lambda: False)  # another test may have brought stubs
     outcome = execute(Run.parse(NORM))
     assert outcome.verdict is Verdict.UNKNOWN
     assert outcome.reason == "this release cannot be asked: No module named 'no_such_requirement' (l2norm.py:1 in <module>)"

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.bound import Bound
-from properties.cases.rule_case import Case
+from oracles.tolerance.bound import Bound
+from properties.rules.case import Case
+from verify.bench.places import where as where_of
 from verify.execution.judge import Judgement
 from verify.execution.judge import judge as judge_where
-from verify.execution.judge import where as where_of
 from verify.process.outcome import FailureKind, Finding
 
 PACKED = Case((0, 3, 0, 2, 0), packed=True, heads=1, value_heads=2)

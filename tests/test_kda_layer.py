@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from oracles import layer as oracle
-from oracles.bound import truth
 from oracles.layer import KDA_LAYER, KdaLayer
 from oracles.operation import Inputs, gradient_name
-from properties.cases.layer_case import LayerCase
-from properties.layer_domain import LayerDomain
-from properties.layer_laws import LAYER_LAWS
-from properties.strategies import Example
+from oracles.tolerance.bound import truth
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain
+from properties.layers.laws import LAYER_LAWS
+from properties.words.example import Example
 from tests import right_layers
 from tests.judging import Results, evaluate, gradcheck, relative, remainders, taylor_order
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 from verify.zoo import base
 

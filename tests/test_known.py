@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.answering import Answering
-from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
+from verify.adapters.registry import AdapterError
 from verify.cli import exits, known_command
 from verify.cli.main import main
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import FILE, KnownDefects, load
 from verify.findings.law_report import left_out

@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from tests.answering import Answering
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.execution import launches
 from verify.execution.launches import APART, Launch, distance, others, parted
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.execution.service import answer
 from verify.gpu import device as devices
 from verify.process.messages import Describe, Launches

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles import evaluation, sharding
-from oracles.bound import Bound, bounds, truth
+from oracles import sharding
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.layer import GDN_LAYER, Layer
 from oracles.norm import EPS
 from oracles.operation import Inputs, gradient_name, sequences
-from oracles.rounding import Arithmetic
+from oracles.tolerance import evaluation
+from oracles.tolerance.bound import Bound, bounds, truth
 from tests import judging, right, wrong_backward
 from tests.judging import Implementation, Results, gradcheck, relative, remainders, taylor_order
 from verify.adapters.fla import decorating_later

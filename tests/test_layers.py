@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import truth
 from oracles.layer import GDN_LAYER
 from oracles.operation import DTYPES
+from oracles.tolerance.bound import truth
 from properties.books import book_for, book_of
-from properties.cases.layer_case import LayerCase
-from properties.laws import Blind
-from properties.layer_domain import LayerDomain
-from properties.layer_laws import LAYER_LAWS
-from properties.strategies import Example
+from properties.laws.law import Blind
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain
+from properties.layers.laws import LAYER_LAWS
+from properties.words.example import Example
 from tests.kills import Fewer, Kill, assert_killed_alone, rows, small_ones
+from verify.bench.adapter_bench import AdapterBench
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.shrink import shrink
-from verify.execution.bench import AdapterBench
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import causes as grouping
 from benchmarks import failures, pairs, planted
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from tests.answering import Answering
 from tests.kills import Kill, assert_killed_alone
 from verify.engine import explaining
@@ -25,7 +25,7 @@ from verify.engine.law_check import Settings
 from verify.engine.likeness import alike, steady
 from verify.engine.profiles import Profile
 from verify.engine.shrink import sizes
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import causes
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS, Known, KnownDefects

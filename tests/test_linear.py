@@ -6,14 +6,15 @@ import pytest
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.module_case import ModuleCase
-from properties.cases.rule_case import Case
-from properties.module_laws import MODULE_LAWS
-from properties.rule_laws import LAWS
-from properties.strategies import Example
+from properties.modules.case import ModuleCase
+from properties.modules.laws import MODULE_LAWS
+from properties.rules.case import Case
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from tests import right
-from verify.execution.bench import AdapterBench
-from verify.execution.judge import judge, where
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.places import where
+from verify.execution.judge import judge
 
 
 class Touched(right.Recurrent):

@@ -18,7 +18,7 @@ from torch import nn
 
 from oracles.flops import training_flops
 from oracles.layer import Layer
-from properties.cases.path_case import ParallelCase
+from properties.paths.case import ParallelCase
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import LIBRARY, MegatronLayer
 from verify.adapters.megatron_norm import MegatronNormInKernel

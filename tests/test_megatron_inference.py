@@ -12,7 +12,8 @@ from torch import Tensor
 from oracles.operation import Inputs
 from tests.test_path_adapters import NAMES, find_megatron, release
 from verify.adapters import megatron_inference
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker

@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from properties.books import BOOKS, Book
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 
 HEAD = "from tests.right import Chunkwise, Recurrent\nfrom verify import Domain, ModuleDomain, PathAdapter\nclass K(Chunkwise):\n"
 RUN = "    def run(self, x):\n        return super().run(x)\n"

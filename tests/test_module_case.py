@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import truth
+from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES, Inputs
-from oracles.rounding import BITS
-from properties.cases.module_case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
-from properties.module_domain import ModuleDomain, module_cases
+from oracles.tolerance.bound import truth
+from properties.modules.case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
+from properties.modules.domain import ModuleDomain, module_cases
 
 KNOWN = (
     (

@@ -13,15 +13,15 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 
 from benchmarks import soundness
-from oracles.bound import bounds
 from oracles.operation import Inputs
+from oracles.tolerance.bound import bounds
 from properties.books import book_for, book_named, book_of
-from properties.cases.module_case import MODULES, ModuleCase, words_of
-from properties.domain import VIEWS
-from properties.illegal_inputs import MODULE_INPUTS, OF_MODULES
-from properties.module_domain import CONV, GATES, NORMS, ModuleDomain
-from properties.module_laws import MODULE_LAWS, POINTWISE
-from properties.strategies import Example
+from properties.modules.case import MODULES, ModuleCase, words_of
+from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain
+from properties.modules.illegal import MODULE_INPUTS, OF_MODULES
+from properties.modules.laws import MODULE_LAWS, POINTWISE
+from properties.words.domain import VIEWS
+from properties.words.example import Example
 from tests import right_modules
 from tests.kills import Fewer, Kill, assert_killed_alone, rows
 from verify.adapters.libraries import LIBRARIES
@@ -32,8 +32,8 @@ from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
 from verify.execution.execute import execute
+from verify.execution.line import Run
 from verify.execution.refusals import probe
-from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from properties.rule_laws import LAWS
+from properties.rules.laws import LAWS
 from tests.kills import Kill, assert_killed_alone, rows
 from verify.process.worker import Worker
 from verify.zoo import wrong_gates as gates

@@ -13,7 +13,7 @@ import pytest
 
 from tests.alone import told
 from tests.needs import need
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
 from verify.zoo.launch_edits import Kernel

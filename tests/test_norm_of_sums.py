@@ -8,7 +8,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from tests import right_modules
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Verdict
 
 HERE = pathlib.Path(__file__).resolve()

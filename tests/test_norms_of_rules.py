@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.domain import Domain
 from properties.palette import draw_palette, sample
-from properties.pool_domain import PoolDomain, pool_cases
-from properties.rule_laws import LAWS
-from properties.strategies import Example, cases
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain, pool_cases
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from tests import right_norms
 from tests.right_norms import RIGHT, AsTold, AsToldPool, LargeEpsPool, TinyEps
 from verify.adapters.base import Adapter
@@ -24,7 +25,7 @@ from verify.engine.asking import Described
 from verify.engine.shrink import shrink
 from verify.execution import judging
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Outcome, Verdict
 from verify.zoo.base import Serving
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from oracles.conv import CAUSAL_CONV1D
 from oracles.decode import DECODE
-from oracles.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
 from oracles.gates import GDN_GATE
 from oracles.norm import L2NORM
 from oracles.operation import (
@@ -32,10 +31,12 @@ from oracles.operation import (
     sequences,
 )
 from oracles.operations import OPERATIONS, RULES
-from properties.cases.rule_case import Case
-from properties.common_laws import view
-from properties.domain import VIEWS, Domain
-from properties.strategies import cases
+from oracles.rule.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
+from properties.laws.common import view
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.words.domain import VIEWS
 
 TENSORS = ("q", "k", "v", "g", "beta", "state")
 BATCH = Case.parse("lengths=5+5 heads=2 value_heads=4 key_dim=8 value_dim=12 state=random")

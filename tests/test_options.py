@@ -9,32 +9,32 @@ from unittest import mock
 import pytest
 import torch
 
-from oracles.bound import bounds, truth
-from oracles.gated_delta import in_kernel
 from oracles.operation import Inputs
-from properties import options
+from oracles.rule.gated_delta import in_kernel
+from oracles.tolerance.bound import bounds, truth
 from properties.books import book_of
-from properties.cases.layer_case import LayerCase
-from properties.cases.module_case import ModuleCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.cases.rule_numbers import MEMORIES
-from properties.common_laws import _later
-from properties.domain import Domain
-from properties.laws import Law
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.smaller import SMALLER_RULES
-from properties.strategies import Example
+from properties.laws.common import _later
+from properties.laws.law import Law
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain
+from properties.modules.case import ModuleCase
+from properties.modules.domain import ModuleDomain
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.rules.numbers import MEMORIES
+from properties.rules.smaller import SMALLER_RULES
+from properties.words import options
+from properties.words.example import Example
 from tests import wrong_options as wrong
 from tests.right import Captured
 from verify.adapters import loader
 from verify.adapters.registry import BUILT_IN
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
 # Words of options
@@ -404,7 +404,7 @@ def test_an_adapter_gets_every_option_of_its_domain_and_no_other() -> None:
             seen.append(dict(x.options))
             return super().run(x)
 
-    from verify.execution.bench import AdapterBench
+    from verify.bench.adapter_bench import AdapterBench
 
     case = Case((3,), options="order:vk", backward=False)
     bench = AdapterBench(Sees(), None, case)
@@ -422,7 +422,7 @@ def test_a_call_in_a_graph_gets_the_options_too() -> None:
             assert x.options == {"order": "vk", "mode": "a"}
             return super().run(x)
 
-    from verify.execution import bench as benches
+    from verify.bench import adapter_bench as benches
 
     case = PoolCase((1, 1), value_heads=2, key_dim=4, value_dim=4, options="order:vk", padding_slot="0")
     bench = benches.AdapterBench(Sees(), None, case)  # type: ignore[arg-type]

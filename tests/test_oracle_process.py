@@ -17,17 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import Bound
 from oracles.operation import Inputs
-from properties.cases.path_case import ParallelCase
+from oracles.tolerance.bound import Bound
+from properties.paths.case import ParallelCase
 from tests.commands import Command
 from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
 from verify.adapters.gdn.adapter import GdnLayer
+from verify.bench import oracle_process
+from verify.bench.oracle_process import Beside, Work
 from verify.engine.asking import ask
-from verify.execution import oracle_process, service
-from verify.execution.oracle_process import Beside, Work
-from verify.execution.run import Run
+from verify.execution import service
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

@@ -14,13 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from properties.cases.rule_case import Case
-from properties.common_laws import view
-from properties.domain import VIEWS, Domain
-from properties.strategies import cases
+from oracles.tolerance.bound import bounds, truth
+from properties.laws.common import view
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.words.domain import VIEWS
 from tests.judging import relative
 from tests.oracle_forms import (
     FEW_SCALARS_LIMIT,

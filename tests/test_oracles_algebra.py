@@ -83,7 +83,7 @@ class Chunked:
 
 
 class Halved(Chunked):
-    """Products that decay as oracles/decay.py takes them: from token j to the last of its half, and from there to token i."""
+    """Products that decay as oracles/rule/decay.py takes them: from token j to the last of its half, and from there to token i."""
 
     def middle(self, i: int, j: int) -> int:
         """The last token of the earlier half of the smallest aligned 2 s tokens, s a power of two, that hold both."""

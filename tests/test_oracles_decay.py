@@ -1,4 +1,4 @@
-"""Products that decay (oracles/decay.py) equal those of all pairs, however strong the decay is."""
+"""Products that decay (oracles/rule/decay.py) equal those of all pairs, however strong the decay is."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import decay
+from oracles.rule import decay
 from tests.judging import relative
 
 # Products that decay

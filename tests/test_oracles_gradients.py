@@ -9,15 +9,15 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
-from oracles import chunkwise, disturbed
-from oracles.bound import truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import EPS, Normalised, l2norm
 from oracles.operation import Inputs, gradient_name
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from oracles.rule import chunkwise, disturbed
+from oracles.tolerance.bound import truth
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests.oracle_forms import SMALLEST, TENSORS, Results, of, packed, small_tensors
 
 # Gradients

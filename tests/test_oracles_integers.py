@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import chunkwise
 from oracles.operation import gradient_name
 from oracles.operations import RULES
+from oracles.rule import chunkwise
 from tests.exact_numbers import Matrix, Whole, token_by_token
 from tests.oracle_forms import form
 

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.gated_delta import repeat_heads
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import EPS, NORM_FORMS, Normalised, l2norm
-from oracles.rounding import Arithmetic
+from oracles.rule.gated_delta import repeat_heads
 from tests.oracle_forms import floored, mean_eps
 
 # The norm and the heads

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from oracles import chunkwise
-from oracles.gated_delta import definition, merge, repeat_heads, transition
+from oracles.rule import chunkwise
+from oracles.rule.gated_delta import definition, merge, repeat_heads, transition
 from tests.oracle_forms import packed
 
 

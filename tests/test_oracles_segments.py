@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from oracles import chunkwise, evaluation, scan, segments
-from oracles.bound import bounds, truth
 from oracles.operations import RULES
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from oracles.rule import chunkwise, scan, segments
+from oracles.tolerance import evaluation
+from oracles.tolerance.bound import bounds, truth
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests.judging import relative
 from tests.oracle_forms import SMALLEST, form, of, small_tensors
 

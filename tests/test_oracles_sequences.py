@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from oracles.bound import truth
 from oracles.operation import gradient_name
 from oracles.operations import RULES
-from properties.cases.rule_case import Case
+from oracles.tolerance.bound import truth
+from properties.rules.case import Case
 from tests.judging import relative
 from tests.oracle_forms import FORMS, RELATIVE_LIMIT, TENSORS, by_definition, form
 

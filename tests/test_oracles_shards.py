@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.gated_delta import merge, transition
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from properties.cases.rule_case import Case
+from oracles.rule.gated_delta import merge, transition
+from properties.rules.case import Case
 from tests.exact_numbers import Matrix, Residue, Token, Whole, dot, residues, token_by_token
 from tests.oracle_forms import ORDINARY, RELATIVE_LIMIT, by_definition, of
 

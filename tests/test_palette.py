@@ -21,28 +21,30 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from properties import palette, strategies
-from properties import pool_domain as pools
+from properties import palette
 from properties.books import book_of
-from properties.cases.layer_case import LayerCase
-from properties.cases.module_case import ModuleCase
-from properties.cases.path_case import ParallelCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import IN_KERNEL, Case
-from properties.domain import Domain
-from properties.laws import Law
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.module_laws import MODULE_LAWS
+from properties.laws.law import Law
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain
+from properties.modules.case import ModuleCase
+from properties.modules.domain import ModuleDomain
+from properties.modules.laws import MODULE_LAWS
 from properties.palette import Palette, draw_palette, key_of, number_of, real_case, sample, with_key
-from properties.path_domain import PathDomain
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.strategies import FAR_HEADS, HEADS, UNEVEN, WIDTHS, Example
+from properties.paths.case import ParallelCase
+from properties.paths.domain import PathDomain
+from properties.pools import domain as pools
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules import drawing as strategies
+from properties.rules.case import IN_KERNEL, Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import FAR_HEADS, HEADS, UNEVEN
+from properties.rules.laws import LAWS
+from properties.words.example import Example
+from properties.words.lengths import WIDTHS
 from tests.alone import answered
 from verify.adapters import loader
-from verify.adapters.loader import AdapterError
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.compile_plan import on_gpu
 from verify.process.worker import NO_GPU
 
@@ -651,7 +653,7 @@ def compiled(adapter: str, cases: list[Any]) -> list[list[str]]:
     autotuner.Autotuner.run = tune
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
-    from verify.execution.bench import AdapterBench
+    from verify.bench.adapter_bench import AdapterBench
     from verify.execution.judging import adapter_of
 
     instance, result = adapter_of(adapter), []

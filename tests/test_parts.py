@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound, evaluation
-from oracles.bound import Bound, bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from oracles.parts import Cut, Part
-from properties.cases.module_case import ModuleCase
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from oracles.tolerance import bound, evaluation
+from oracles.tolerance.bound import Bound, bounds, truth
+from oracles.tolerance.parts import Cut, Part
+from properties.modules.case import ModuleCase
+from properties.pools.case import PoolCase
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests.over_bounds import answered
-from verify.execution.judge import judge, where
+from verify.bench.places import where
+from verify.execution.judge import judge
 from verify.zoo.base import Chunkwise
 
 MODULES = ("causal_conv1d", "gdn_gate", "kda_gate", "l2norm")

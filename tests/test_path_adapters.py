@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from properties.cases.path_case import ParallelCase
-from properties.path_domain import PathDomain
-from properties.path_laws import PATH_LAWS
+from properties.paths.case import ParallelCase
+from properties.paths.domain import PathDomain
+from properties.paths.laws import PATH_LAWS
 from tests import wrong_megatron
 from verify.adapters import fla_parallel, megatron, megatron_norm, megatron_training
 from verify.adapters.base import PathAdapter
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 from verify.cli.fetch_command import FetchError, fetch, manifest_in
 from verify.cli.main import main
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.collectives import Alone, Place

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from properties.cases.path_case import ParallelCase
-from properties.path_domain import PathDomain, form_of, path_cases, with_forms
-from properties.path_laws import PATH_LAWS
-from properties.strategies import Example
+from properties.paths.case import ParallelCase
+from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
+from properties.paths.laws import PATH_LAWS
+from properties.words.example import Example
 from verify.adapters.base import PathAdapter
+from verify.bench.path_bench import RankBench
 from verify.engine.asking import Described
 from verify.engine.drawing import seeded
 from verify.engine.shrink import shrink
 from verify.execution.execute import execute
-from verify.execution.path_bench import RankBench
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.ranks.collectives import Alone, Place, simulate
 from verify.zoo import wrong_paths as paths

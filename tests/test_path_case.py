@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES
-from oracles.rounding import BITS
-from properties.cases.path_case import ParallelCase
+from properties.paths.case import ParallelCase
 from tests.test_rule_case import mixed
 
 STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of the lines' format, as the defaults are

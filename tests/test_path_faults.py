@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from verify.engine.asking import ask, ask_all
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks import group as ranks

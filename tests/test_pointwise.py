@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import truth
 from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR, Normalised, gated_rms_norm, l2norm, norm_gate_linear
 from oracles.operation import Inputs, gradient_name
+from oracles.tolerance.bound import truth
 from tests.judging import Implementation, Results
 from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, named, telling
 from tests.pointwise_readings import WRONG

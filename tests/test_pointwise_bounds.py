@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from oracles import evaluation
-from oracles.bound import bounds, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.gates import shared
-from oracles.rounding import Arithmetic
+from oracles.tolerance import evaluation
+from oracles.tolerance.bound import bounds, truth
 from tests.judging import Implementation, evaluate, worst
 from tests.pointwise_calls import DTYPES, OPERATIONS, agree, drawn, named, rand, telling
 from tests.pointwise_readings import RIGHT, STORED, WRONG

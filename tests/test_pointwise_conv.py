@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import truth
 from oracles.conv import CAUSAL_CONV1D, definition, update, with_oldest, without_oldest
 from oracles.operation import Inputs
+from oracles.tolerance.bound import truth
 from tests.judging import Results, evaluate
 from tests.pointwise_calls import agree, offsets
 from tests.pointwise_readings import WRONG, convolve, runs_of

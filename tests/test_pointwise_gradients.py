@@ -9,9 +9,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles.bound import truth
 from oracles.gates import GDN_GATE, sigmoid, softplus
 from oracles.operation import Inputs, gradient_name
+from oracles.tolerance.bound import truth
 from tests import wrong_backward
 from tests.judging import gradcheck, remainders, taylor_order
 from tests.pointwise_calls import EXACT, OPERATIONS, drawn, telling

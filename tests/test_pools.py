@@ -16,31 +16,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.bound import bounds, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.decode import DECODE, decode
 from oracles.gates import log_decay
 from oracles.operation import Inputs
-from oracles.rounding import Arithmetic
+from oracles.tolerance.bound import bounds, truth
 from properties.books import book_for, book_of
-from properties.cases.pool_case import BLOCK_SIZES, PoolCase
-from properties.cases.rule_case import VALUES
-from properties.domain import Domain
-from properties.laws import Blind
-from properties.pool_domain import PoolDomain
-from properties.pool_laws import POOL_LAWS
-from properties.strategies import Example
+from properties.laws.law import Blind
+from properties.pools.case import BLOCK_SIZES, PoolCase
+from properties.pools.domain import PoolDomain
+from properties.pools.laws import POOL_LAWS
+from properties.rules.case import VALUES
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from tests import right
 from tests.kills import Fewer, Kill, assert_killed_alone, rows, unexplained
 from verify.adapters import blocks, fla_decode
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import AdapterFault
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
-from verify.execution.bench import AdapterBench
-from verify.execution.faults import AdapterFault
 from verify.execution.judge import judge
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

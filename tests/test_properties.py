@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.operation import DTYPES
-from properties.cases.rule_case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
-from properties.common_laws import banded, view
-from properties.domain import VIEWS, Domain
-from properties.rule_laws import LAWS
-from properties.strategies import BLOCKS, EDGES, Example, cases, lengths
+from properties.laws.common import banded, view
+from properties.rules.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.words.domain import VIEWS
+from properties.words.example import Example
+from properties.words.lengths import BLOCKS, EDGES, cases, lengths
 
 DOMAINS = {
     "everything": Domain(),

@@ -723,7 +723,7 @@ def test_where_gdn_verify_failed_is_told_of_all_ranks() -> None:
     failed = Outcome(
         Verdict.UNKNOWN,
         reason="gdn-verify failed: RuntimeError: mixed",
-        fault="RuntimeError at verify/execution/path_bench.py:7 in f",
+        fault="RuntimeError at verify/bench/path_bench.py:7 in f",
     )
     merged = Outcome.from_json(merge({0: failed.to_json(), 1: failed.to_json()}))
     assert (merged.verdict, merged.reason, merged.fault) == (Verdict.UNKNOWN, failed.reason, failed.fault)

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.path_case import ParallelCase
-from properties.cases.rule_case import Case
-from properties.cases.trace_case import TraceCase
+from properties.paths.case import ParallelCase
+from properties.rules.case import Case
+from properties.traces.case import TraceCase
 from tests import reach_adapters as adapters
 from tests import reach_library as library
 from verify.adapters import loader
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
 from verify.cli.main import main
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
-from verify.execution import recorder
 from verify.execution.execute import execute
-from verify.execution.run import Run
-from verify.findings import reach_report
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport, reach_of
 from verify.findings.store import Store
 from verify.interpreter import SEQUENTIAL
@@ -37,6 +35,8 @@ from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 from verify.process.worker import Worker
 from verify.ranks.merge import merge
+from verify.reach import recorder
+from verify.reach import report as reach_report
 
 GATE = "tests.reach_library:gate"
 A, A_LOG = torch.zeros(1, 2, 3), torch.zeros(3)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.domain import Domain
-from properties.illegal_inputs import OF_RULES, PACKED
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
+from properties.rules.domain import Domain
+from properties.rules.illegal import OF_RULES, PACKED
 from tests.right import Chunkwise
 from verify.execution.refusals import probe
 from verify.execution.service import answer

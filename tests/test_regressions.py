@@ -7,7 +7,7 @@ import pytest
 
 from verify.adapters.loader import load
 from verify.adapters.packages import installed
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from properties.cases.rule_case import Case
-from properties.strategies import Example
+from properties.rules.case import Case
+from properties.words.example import Example
 from tests.alone import told
 from tests.answering import Answering
 from tests.test_pytest_plugin import ASKS, Suite
@@ -21,7 +21,7 @@ from verify.cli.pytest_plugin import LawItem
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.regressions import FILE, MOST, Examples
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
@@ -208,7 +208,7 @@ def test_writers_that_do_not_wait_would_lose_a_line(tmp_path: pathlib.Path, monk
 @pytest.mark.slow
 def test_processes_that_write_together_lose_and_tear_no_line(tmp_path: pathlib.Path) -> None:
     program = (
-        "from verify.findings.regressions import Examples; from verify.execution.run import Run\n"
+        "from verify.findings.regressions import Examples; from verify.execution.line import Run\n"
         "examples, laws = Examples(folder), ('oracle', 'pure', 'again', 'memory')\n"
         "for i in range(24):\n"
         "    law, words = laws[i % 4], f'adapter=zoo/{name} lengths={i + 1}'\n"

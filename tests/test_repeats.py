@@ -15,7 +15,7 @@ from verify.engine.check import Check
 from verify.engine.explaining import Explained, explain_repeating
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS
 from verify.findings.law_report import LawReport

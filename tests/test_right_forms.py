@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
-from properties.domain import STRENGTHS, Domain
 from properties.palette import sample
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.strategies import Example
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import STRENGTHS, Domain
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from tests import right, right_forms
 from verify.adapters.base import Adapter
-from verify.execution import bench, judging
+from verify.bench import adapter_bench as bench
+from verify.execution import judging
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
 FORMS = {

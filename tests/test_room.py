@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from oracles import chunkwise, evaluation, in_chunks, in_steps, room, scan
+from oracles.arithmetic import room
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
+from oracles.rule import chunkwise, in_chunks, in_steps, scan
+from oracles.tolerance import evaluation
 
 
 def test_what_fits_is_in_proportion_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import grids, rounding, words
+from oracles.arithmetic import grids, rounding, words
+from oracles.arithmetic.rounding import BITS, FP16_STEP, Arithmetic
 from oracles.operation import DTYPES
-from oracles.rounding import BITS, FP16_STEP, Arithmetic
 from tests.roundings import arithmetic, numbers
 
 ROWS = 4096

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.allowance import KAPPA, Rows, allowances, moving_mean
-from oracles.bound import bounds
+from oracles.arithmetic.rounding import FP16_STEP
 from oracles.operation import Port
-from oracles.rounding import FP16_STEP
-from properties.cases.rule_case import Case
+from oracles.tolerance.allowance import KAPPA, Rows, allowances, moving_mean
+from oracles.tolerance.bound import bounds
+from properties.rules.case import Case
 from tests.over_bounds import NAMES
 
 # Pooling

@@ -10,14 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.allowance import KAPPA
-from oracles.bound import Bound, bounds, truth
+from oracles.arithmetic.rounding import FP16_STEP
 from oracles.operation import DTYPES, Inputs
 from oracles.operations import RULES
-from oracles.rounding import FP16_STEP
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from oracles.tolerance.allowance import KAPPA
+from oracles.tolerance.bound import Bound, bounds, truth
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests.over_bounds import NAMES, names
 
 # Bounds

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from oracles import disturbed, evaluation, in_chunks, in_steps, segments
-from oracles.bound import Bound, bounds, truth
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
-from properties.cases.rule_case import Case
+from oracles.rule import disturbed, in_chunks, in_steps, segments
+from oracles.tolerance import evaluation
+from oracles.tolerance.bound import Bound, bounds, truth
+from properties.rules.case import Case
 from tests.over_bounds import LINE
 from tests.roundings import arithmetic
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import in_chunks
-from oracles.bound import Bound, bounds
+from oracles.arithmetic.rounding import EXACT, Arithmetic
 from oracles.gates import KDA_GATE
 from oracles.operation import Inputs
-from oracles.rounding import EXACT, Arithmetic
-from properties.cases.rule_case import Case
+from oracles.rule import in_chunks
+from oracles.tolerance.bound import Bound, bounds
+from properties.rules.case import Case
 from tests import right
 from tests.over_bounds import broken, limits_of
 

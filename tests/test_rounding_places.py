@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound
+from oracles.arithmetic.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
 from oracles.norm import Normalised
-from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
+from oracles.tolerance import bound
 from tests.roundings import arithmetic, numbers
 
 # Places: what rounds ahead and what rounds back

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound, disturbed, evaluation, in_steps
-from oracles.bound import bounds
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operations import RULES
-from oracles.rounding import Arithmetic
-from properties.cases.rule_case import Case
+from oracles.rule import disturbed, in_steps
+from oracles.tolerance import bound, evaluation
+from oracles.tolerance.bound import bounds
+from properties.rules.case import Case
 from tests.over_bounds import names
 
 # The recurrence, whose every element rounds at every step, beside what stands for it

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from oracles.operation import DTYPES
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import cases
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from tests import right
 from tests.over_bounds import broken
 from tests.right_rules import ChannelChunkwise, NoGates, TokenByToken

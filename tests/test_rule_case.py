@@ -15,27 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oracles.counter import integers, mix, mix_number, mix_words
+from oracles.arithmetic.counter import integers, mix, mix_number, mix_words
+from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES
 from oracles.operations import RULES
-from oracles.rounding import BITS
-from properties.cases.rule_case import (
-    BETAS,
-    GATES,
-    GIVEN_GATES,
-    IN_KERNEL,
-    MAX_HEADS,
-    MAX_SEQUENCES,
-    MAX_TOKENS,
-    MAX_WIDTH,
-    STATES,
-    VALUES,
-    Case,
-)
-from properties.cases.rule_numbers import MEMORIES, SATURATED, _Builder, _integers, _Recipe, drawn
-from properties.domain import Domain
-from properties.rule_laws import LAWS
-from properties.strategies import cases
+from properties.rules.case import BETAS, GATES, GIVEN_GATES, IN_KERNEL, STATES, VALUES, Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.rules.laws import LAWS
+from properties.rules.numbers import MEMORIES, SATURATED, _Builder, _integers, _Recipe, drawn
+from properties.words.line import MAX_HEADS, MAX_SEQUENCES, MAX_TOKENS, MAX_WIDTH
 
 KNOWN = (
     (
@@ -197,7 +186,7 @@ def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, key
 
 def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = torch.arange(2**10)
-    monkeypatch.setattr("oracles.counter._LAST", 64)  # no draw has more bits than that
+    monkeypatch.setattr("oracles.arithmetic.counter._LAST", 64)  # no draw has more bits than that
     for bits in (31, 32, 64):
         same = torch.equal(integers((counter, 0, bits))[0], torch.tensor([signed(mixed(n)) >> (64 - bits) for n in range(2**10)]))
         assert same == (bits == 31)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from verify.bench import guards
 from verify.cli import check_command, exits
 from verify.cli import main as cli
 from verify.engine import asking, explaining
@@ -17,13 +18,14 @@ from verify.engine.asking import ask_all
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution import guards, service
 from verify.execution import sanitizer as sanitize
-from verify.execution.run import Run
-from verify.execution.sanitizer import MOST, NoSanitizer, Report, Sanitizer, Watch, find, findings, reports
+from verify.execution import service
+from verify.execution.line import Run
+from verify.execution.sanitizer import MOST, Report, Sanitizer, Watch, find, findings, reports
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.process.choices import NoSanitizer
 from verify.process.messages import Question, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -20,13 +20,13 @@ from hypothesis.internal.conjecture import providers
 
 from properties import seeds
 from properties.books import BOOKS, book_of
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.path_domain import PathDomain
-from properties.pool_domain import PoolDomain
-from properties.sizes import MOST, sized
-from properties.trace_domain import TraceDomain
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
+from properties.paths.domain import PathDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.traces.domain import TraceDomain
+from properties.words.sizes import MOST, sized
 from tests.answering import Answering
 from verify.cli.main import main
 from verify.engine.check import Check
@@ -224,7 +224,7 @@ def test_draw_prints_what_a_check_runs(domain: Any, tmp_path: pathlib.Path) -> N
 
 
 NEVER = """
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 class Kernel(Adapter):
     domain = Domain(backward=False, packed=False)

@@ -15,7 +15,8 @@ from packaging.version import Version
 
 from verify.adapters import libraries, packages, serving, stubs
 from verify.adapters.libraries import MANIFEST, Library
-from verify.adapters.loader import AdapterError, check_requirements, load
+from verify.adapters.loader import check_requirements, load
+from verify.adapters.registry import AdapterError
 
 ORCHARD = Library(
     "orchard",

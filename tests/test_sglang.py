@@ -14,9 +14,9 @@ from torch import Tensor
 from oracles.operation import Inputs
 from tests.kills import Fewer, unexplained
 from verify.adapters import serving, sglang_kda, sglang_pools
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
 from verify.adapters.packages import installed
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.findings.law_report import LawReport

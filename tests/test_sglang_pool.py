@@ -2,11 +2,11 @@
 
 import pytest
 
-from properties.trace_laws import TRACE_LAWS
+from properties.traces.laws import TRACE_LAWS
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

@@ -10,22 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound, evaluation, gates
-from oracles.bound import Bound
+from oracles import gates
+from oracles.arithmetic.rounding import Arithmetic, summed
 from oracles.gates import GDN_GATE
 from oracles.operation import Inputs
-from oracles.rounding import Arithmetic, summed
-from properties.cases.rule_case import Case
-from properties.domain import Domain
+from oracles.tolerance import bound, evaluation
+from oracles.tolerance.bound import Bound
 from properties.palette import key_of
-from properties.rule_laws import LAWS
-from properties.strategies import Example, cases
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.rules.drawing import cases
+from properties.rules.laws import LAWS
+from properties.words.example import Example
 from verify.adapters.base import Adapter
 from verify.engine.asking import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.execution.shared_bounds import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
 from verify.findings import known
 from verify.findings.store import Store

@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import bounds, truth
 from oracles.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_SHORT_STATE, with_oldest, without_oldest
-from properties.cases.module_case import ModuleCase
-from properties.illegal_inputs import MODULE_INPUTS
-from properties.module_domain import ModuleDomain
-from properties.strategies import Example
+from oracles.tolerance.bound import bounds, truth
+from properties.modules.case import ModuleCase
+from properties.modules.domain import ModuleDomain
+from properties.modules.illegal import MODULE_INPUTS
+from properties.words.example import Example
 from tests import right_modules
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
+from verify.bench.adapter_bench import AdapterBench
 from verify.execution import execute as execute_module
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
 SHORT = "op=causal_conv1d state_columns=W-1"

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS, book_for
-from properties.cases.call_case import CallCase
-from properties.cases.path_case import ParallelCase
-from properties.cases.rule_case import IN_KERNEL, Case
-from properties.cases.trace_case import TraceCase
-from properties.domain import VIEWS, Domain
-from properties.laws import Law
-from properties.rule_laws import LAWS
-from properties.smaller import SMALLER_RULES, Smaller
-from properties.strategies import Example
+from properties.calls.case import CallCase
+from properties.laws.law import Law
+from properties.paths.case import ParallelCase
+from properties.rules.case import IN_KERNEL, Case
+from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
+from properties.rules.smaller import SMALLER_RULES
+from properties.traces.case import TraceCase
+from properties.words.domain import VIEWS
+from properties.words.example import Example
+from properties.words.smaller import Smaller
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
 from verify.engine.shrink import Shrunk, shrink, similar
-from verify.execution.run import Run
+from verify.execution.line import Run
 
 BIG = Case(
     (130, 0, 65, 17), packed=True, heads=2, value_heads=8, key_dim=64, value_dim=128, dtype="bf16", gate="saturated",

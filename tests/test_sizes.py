@@ -11,26 +11,27 @@ from typing import Any
 
 import pytest
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
-from properties.path_domain import PathDomain
-from properties.pool_domain import PoolDomain
-from properties.rule_laws import LAWS
-from properties.sizes import KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
-from properties.strategies import Example
-from properties.strategies import crowd as crowd_of
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
+from properties.paths.domain import PathDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.rules.drawing import crowd as crowd_of
+from properties.rules.laws import LAWS
+from properties.words.example import Example
+from properties.words.sizes import KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError
 from verify.engine import asking
 from verify.engine.asking import Described, with_sizes
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.cost import cost_of
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.interpreter import install
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -21,7 +21,7 @@ from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.soak import PACE, Round, Soak, merged, round_seed, summary
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import report
 from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples

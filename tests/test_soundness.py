@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 
-from properties.cases.rule_case import Case
-from properties.rule_laws import LAWS
+from properties.rules.case import Case
+from properties.rules.laws import LAWS
 from tests import right
 from tests.kills import Fewer, small_ones, unexplained
 from verify.engine.check import Check

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from oracles import scores
+from oracles.rule import scores
 from properties.books import book_of
-from properties.path_domain import PathDomain
-from properties.path_laws import PATH_LAWS
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
-from properties.trace_laws import TRACE_LAWS
+from properties.paths.domain import PathDomain
+from properties.paths.laws import PATH_LAWS
+from properties.traces.domain import TraceDomain
+from properties.traces.laws import TRACE_LAWS
+from properties.words.example import Example
 from tests import right, standin
-from verify.adapters.loader import AdapterError
+from verify.adapters.registry import AdapterError
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.path_bench import RankBench
 from verify.engine.drawing import seeded
 from verify.execution import judging
-from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
-from verify.execution.path_bench import RankBench
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks import collectives

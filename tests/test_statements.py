@@ -12,17 +12,17 @@ import pytest
 
 from tests import reach_library as library
 from verify.cli.main import main
-from verify.execution import statements as recording
 from verify.execution.execute import execute
-from verify.execution.run import Run
-from verify.findings import reach_report
-from verify.findings import statements as findings
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
-from verify.findings.statements import Statements, ranges, statements
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import MOST_ARCS, MOST_FILES, ON_A_GPU, Reach
 from verify.process.worker import Worker
+from verify.reach import lines as recording
+from verify.reach import report as reach_report
+from verify.reach import statements as findings
+from verify.reach.statements import Statements, ranges, statements
 
 LINES = pathlib.Path(library.__file__).read_text().splitlines()
 GATE = "law=oracle adapter=tests/reach_adapters.py:UnrunLine op=gdn_gate lengths=5 beta=no backward=no seed=3"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.strategies import Example
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.engine import sweep

@@ -22,7 +22,7 @@ from verify.cli import check_command, exits, output, terminal
 from verify.cli.main import main
 from verify.cli.terminal import print_line, wrapped
 from verify.engine import explaining, soak
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import report
 
 ROWS = 24

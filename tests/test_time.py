@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS, Book
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from tests.answering import Answering
 from verify.cli import check_command, exits
 from verify.cli.main import main

@@ -11,24 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound, conv, gated_delta, gates
+from oracles import conv, gates
 from oracles.operation import Inputs
+from oracles.rule import gated_delta
 from oracles.serving import SERVING
+from oracles.tolerance import bound
 from properties.books import book_for
-from properties.cases.trace_case import Batch, Sizes, TraceCase
-from properties.laws import Blind, Breach
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain, trace_cases
-from properties.trace_laws import TRACE_LAWS
-from properties.trace_play import play
+from properties.laws.law import Blind, Breach
+from properties.traces.case import Batch, Sizes, TraceCase
+from properties.traces.domain import TraceDomain, trace_cases
+from properties.traces.laws import TRACE_LAWS
+from properties.traces.play import play
+from properties.words.example import Example
 from verify.adapters.base import Engine
 from verify.adapters.gdn.pool import Pool, PoolEngine
+from verify.bench.trace_bench import TraceBench, place_of
 from verify.engine.drawing import seeded
 from verify.engine.shrink import shrink
 from verify.execution.execute import execute
 from verify.execution.judge import judge
-from verify.execution.run import Run
-from verify.execution.trace_bench import TraceBench, place_of
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
 LINE = (

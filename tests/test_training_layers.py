@@ -14,8 +14,9 @@ from oracles.operation import Inputs
 from tests import needs
 from verify.adapters import nemo_layer, transformers_layer
 from verify.adapters.base import Adapter
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
 from verify.adapters.packages import installed
+from verify.adapters.registry import AdapterError
 from verify.adapters.torchtitan_layer import Qwen35Layer
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

@@ -11,20 +11,20 @@ from unittest import mock
 import pytest
 import torch
 
-from oracles.bound import truth
-from properties.cases.layer_case import LayerCase
+from oracles.tolerance.bound import truth
+from properties.layers.case import LayerCase
 from tests import needs
 from tests import wrong_transformers_layers as wrong
 from tests.kills import Fewer, small_ones
 from verify.adapters import transformers_layer
 from verify.adapters.interface import Unavailable
-from verify.adapters.loader import AdapterError, load
-from verify.adapters.registry import LAYERS
+from verify.adapters.loader import load
+from verify.adapters.registry import LAYERS, AdapterError
 from verify.adapters.transformers_layer import ModelLayer
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.store import Store
 from verify.process.outcome import Verdict

@@ -11,9 +11,9 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from tests.kills import Fewer
 from verify.adapters import vllm_kda, vllm_pools, vllm_rules
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import load
 from verify.adapters.packages import installed
-from verify.adapters.registry import BUILT_IN
+from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.findings.store import Store

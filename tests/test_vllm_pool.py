@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 
-from properties.cases.trace_case import TraceCase
-from properties.trace_domain import trace_cases
-from properties.trace_laws import TRACE_LAWS
+from properties.traces.case import TraceCase
+from properties.traces.domain import trace_cases
+from properties.traces.laws import TRACE_LAWS
 from verify.adapters.vllm_pool import Pool
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

@@ -21,10 +21,10 @@ import pytest
 from tests.alone import told
 from tests.commands import Command
 from tests.processes import alive, children, gone, opened
-from verify.execution import oracle_process
-from verify.execution.bench import AdapterBench
-from verify.execution.faults import frame
-from verify.execution.path_bench import RankBench
+from verify.bench import oracle_process
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import frame
+from verify.bench.path_bench import RankBench
 from verify.process import fork_server
 from verify.process.fork_server import importing
 from verify.process.messages import RunOne

@@ -4,18 +4,18 @@ import functools
 
 import pytest
 
-from properties.laws import Blind, Breach
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
-from properties.trace_laws import TRACE_LAWS
+from properties.laws.law import Blind, Breach
+from properties.traces.domain import TraceDomain
+from properties.traces.laws import TRACE_LAWS
+from properties.words.example import Example
+from verify.bench.faults import AdapterFault
+from verify.bench.trace_bench import TraceBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.engine.under_tags import add_tags
 from verify.execution.execute import execute
-from verify.execution.faults import AdapterFault
 from verify.execution.judge import judge
-from verify.execution.run import Run
-from verify.execution.trace_bench import TraceBench, place_of
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.report import failure
 from verify.findings.store import Store

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from oracles.operation import Inputs
-from properties.cases.rule_case import Case
-from properties.rule_laws import LAWS
-from verify.adapters.loader import AdapterError, check_spec, load
+from properties.rules.case import Case
+from properties.rules.laws import LAWS
+from verify.adapters.loader import load
+from verify.adapters.registry import AdapterError, check_spec
+from verify.bench.memo import Memo
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli import zoo_command as command
@@ -23,8 +25,7 @@ from verify.engine.drawing import of_law
 from verify.engine.profiles import Profile
 from verify.engine.shrink import Shrunk
 from verify.execution.execute import execute
-from verify.execution.memo import Memo
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process import worker
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.zoo import animals as registry

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import core
 

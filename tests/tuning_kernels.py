@@ -536,7 +536,7 @@ def fla_checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
         def check_chunk_kernels() -> None:
             from verify.execution.execute import execute
-            from verify.execution.run import Run
+            from verify.execution.line import Run
             from verify.process.outcome import Verdict
 
             line = "law=oracle adapter=fla/chunk lengths=65 heads=1 value_heads=1 key_dim=24 value_dim=40 dtype=fp16 state=random"

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import chunkwise, conv, gates, norm
+from oracles import conv, gates, norm
+from oracles.rule import chunkwise
 
 Gradients = tuple[Tensor | None, ...]
 SOFTPLUS = gates.softplus

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from properties.cases.trace_case import Batch, Sizes
-from properties.cases.trace_events import PADDING
+from properties.traces.case import Batch, Sizes
+from properties.traces.events import PADDING
 from verify.adapters.base import Engine
 from verify.adapters.vllm_pool import BlockEngine, Pool, Rows
 

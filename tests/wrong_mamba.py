@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from properties.cases.trace_case import Batch, Sizes
-from properties.cases.trace_events import PADDING
+from properties.traces.case import Batch, Sizes
+from properties.traces.events import PADDING
 from verify.adapters.base import Engine
 from verify.adapters.sglang_pool import MambaEngine, Pool
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.module_domain import ModuleDomain
+from properties.layers.domain import LayerDomain
+from properties.modules.domain import ModuleDomain
+from properties.rules.domain import Domain
 from verify.zoo.base import Chunkwise, Layered
 from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
 from verify.zoo.wrong_gates import Stepwise

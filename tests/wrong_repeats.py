@@ -5,7 +5,7 @@ import itertools
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.zoo.base import Chunkwise
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.zoo.wrong_gates import Stepwise
 
 

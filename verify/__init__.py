@@ -4,13 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from properties.call_domain import CallDomain as CallDomain
-    from properties.domain import Domain as Domain
-    from properties.layer_domain import LayerDomain as LayerDomain
-    from properties.module_domain import ModuleDomain as ModuleDomain
-    from properties.path_domain import PathDomain as PathDomain
-    from properties.pool_domain import PoolDomain as PoolDomain
-    from properties.trace_domain import TraceDomain as TraceDomain
+    from properties.calls.domain import CallDomain as CallDomain
+    from properties.layers.domain import LayerDomain as LayerDomain
+    from properties.modules.domain import ModuleDomain as ModuleDomain
+    from properties.paths.domain import PathDomain as PathDomain
+    from properties.pools.domain import PoolDomain as PoolDomain
+    from properties.rules.domain import Domain as Domain
+    from properties.traces.domain import TraceDomain as TraceDomain
     from verify.adapters.base import Adapter as Adapter
     from verify.adapters.base import Engine as Engine
     from verify.adapters.base import PathAdapter as PathAdapter
@@ -35,16 +35,16 @@ __all__ = [
 
 _PLACES = {
     "Adapter": "verify.adapters.base",
-    "CallDomain": "properties.call_domain",
-    "Domain": "properties.domain",
+    "CallDomain": "properties.calls.domain",
+    "Domain": "properties.rules.domain",
     "Engine": "verify.adapters.base",
-    "LayerDomain": "properties.layer_domain",
-    "ModuleDomain": "properties.module_domain",
+    "LayerDomain": "properties.layers.domain",
+    "ModuleDomain": "properties.modules.domain",
     "PathAdapter": "verify.adapters.base",
-    "PathDomain": "properties.path_domain",
-    "PoolDomain": "properties.pool_domain",
+    "PathDomain": "properties.paths.domain",
+    "PoolDomain": "properties.pools.domain",
     "TraceAdapter": "verify.adapters.base",
-    "TraceDomain": "properties.trace_domain",
+    "TraceDomain": "properties.traces.domain",
 }
 
 

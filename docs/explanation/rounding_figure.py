@@ -11,11 +11,11 @@ import pathlib
 import torch
 from torch import Tensor
 
-from oracles.allowance import FLOOR_ULP, KAPPA, WINDOW
-from oracles.bound import RUNS, bounds
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs
 from oracles.operations import OPERATIONS
-from oracles.rounding import Arithmetic
+from oracles.tolerance.allowance import FLOOR_ULP, KAPPA, WINDOW
+from oracles.tolerance.bound import RUNS, bounds
 
 RULE = OPERATIONS["gated_delta_rule"]
 TOKENS, CHUNK, WIDTH = 128, 64, 32

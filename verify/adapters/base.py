@@ -9,10 +9,10 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.sharding import Mesh, Rank, Shard
-from properties.cases.trace_case import Batch, Sizes
-from properties.domain import Domain
-from properties.path_domain import PathDomain
-from properties.trace_domain import TraceDomain
+from properties.paths.domain import PathDomain
+from properties.rules.domain import Domain
+from properties.traces.case import Batch, Sizes
+from properties.traces.domain import TraceDomain
 from verify.ranks.collectives import Place
 
 

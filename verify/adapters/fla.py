@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.sizes import MOST_ALONG_Y
+from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable, signature
 from verify.adapters.left_out import IN_FLA, left_out

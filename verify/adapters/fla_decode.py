@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.cases.pool_case import BLOCK_SIZES
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.case import BLOCK_SIZES
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters.blocks import in_blocks
 from verify.adapters.fla import INSIDE, V_FIRST, FlaAdapter, call, chosen, narrowed, v_first
 from verify.adapters.left_out import IN_FLA, left_out

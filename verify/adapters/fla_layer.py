@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
-from properties.layer_domain import LayerDomain
+from properties.layers.domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, SWITCH, chosen, core, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out

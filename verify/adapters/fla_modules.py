@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.adapters.fla import INDICES, ON_HOST, SWITCH, FlaAdapter, chosen, given_options
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.path_domain import MODEL_WIDTHS, PathDomain
+from properties.paths.domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES, call, core
 from verify.ranks.collectives import Distributed, Place

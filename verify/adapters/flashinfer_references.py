@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.left_out import IN_FLASHINFER, left_out

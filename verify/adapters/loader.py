@@ -12,9 +12,9 @@ from packaging.version import InvalidVersion, Version
 from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS
-from properties.path_domain import PathDomain
-from properties.sizes import LARGEST_CHUNK, MOST
-from properties.trace_domain import TraceDomain
+from properties.paths.domain import PathDomain
+from properties.traces.domain import TraceDomain
+from properties.words.sizes import LARGEST_CHUNK, MOST
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.declarations import misspelt
 from verify.adapters.interface import Unavailable

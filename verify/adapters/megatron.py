@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from properties.path_domain import MODEL_WIDTHS, PathDomain
+from properties.paths.domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES
 from verify.adapters.libraries import LIBRARIES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.layer_domain import LayerDomain
+from properties.layers.domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import PLACES, Group, MegatronLayer, renamed

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from oracles.layer import Layer
-from properties.path_domain import PathDomain
+from properties.paths.domain import PathDomain
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import MegatronLayer
 

@@ -1,6 +1,6 @@
 """The built-in adapters: their names, and the module and class of each, which is imported when it is needed.
 
-This module uses the standard library and `properties.names` alone, so that a wrong name is refused before torch is imported.
+This module uses the standard library and `properties.words.names` alone, so that a wrong name is refused before torch is imported.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from properties.names import did_you_mean
+from properties.words.names import did_you_mean
 
 KERNELS = {
     "fla/chunk": "verify.adapters.fla:Chunk",

@@ -8,9 +8,9 @@ import dataclasses
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.pool_case import BLOCK_SIZES
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.case import BLOCK_SIZES
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters.blocks import in_blocks
 from verify.adapters.sglang_pools import OPS, RECURRENT, SGLang
 

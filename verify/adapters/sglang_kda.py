@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
-from properties.sizes import MOST_ALONG_Y
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
 from verify.adapters.sglang_pools import OPS, SGLang, Verify

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.cases.pool_case import BLOCK_SIZES
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.case import BLOCK_SIZES
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks

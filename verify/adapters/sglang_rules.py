@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.sizes import MOST_ALONG_Y
+from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.sglang_pools import OPS, SGLang
 
 

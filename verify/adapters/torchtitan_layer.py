@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs, sequences
-from properties.layer_domain import LayerDomain
+from properties.layers.domain import LayerDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, core

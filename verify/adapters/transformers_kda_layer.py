@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.layer_domain import LayerDomain
+from properties.layers.domain import LayerDomain
 from verify.adapters.transformers_layer import OPTIONS, ModelLayer, sections_of
 
 KERNELS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn", "causal_conv1d_update")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from properties.layer_domain import LayerDomain
+from properties.layers.domain import LayerDomain
 from verify.adapters.interface import Unavailable, source
 from verify.adapters.packages import installed
 from verify.adapters.padding import padding_mask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.adapters.transformers import REQUIRES, ModelAdapter
 
 QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.cases.pool_case import BLOCK_SIZES
-from properties.domain import Domain
-from properties.module_domain import ModuleDomain
-from properties.pool_domain import PoolDomain
-from properties.sizes import MOST_ALONG_Y
+from properties.modules.domain import ModuleDomain
+from properties.pools.case import BLOCK_SIZES
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.vllm_pools import STEPS, VLLM, blocks_of_tokens

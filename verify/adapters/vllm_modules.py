@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.conv_pools import ConvPool, offsets

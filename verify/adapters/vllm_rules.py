@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.sizes import MOST_ALONG_Y
+from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.vllm_pools import CHUNK, VLLM
 

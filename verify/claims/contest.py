@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oracles.bound import Bound, bounds
 from oracles.operation import Inputs, Operation, gradient_name
+from oracles.tolerance.bound import Bound, bounds
+from verify.bench.guards import poisoned
+from verify.bench.places import where
 from verify.claims.timing import Call, Clock, Effort, measured
-from verify.execution.guards import poisoned
-from verify.execution.judge import judge, where
+from verify.execution.judge import judge
 from verify.process.outcome import Finding
 
 Tensors = tuple[Tensor, ...]
@@ -25,11 +26,11 @@ Form = Callable[[Inputs], Tensors]
 class Contest:
     """Forms of one operation, by name.
 
-    - `timed`, `judged`: the cases (see properties/cases/rule_case.py) with which the forms are timed and judged.
+    - `timed`, `judged`: the cases (see properties/rules/case.py) with which the forms are timed and judged.
     - `join` makes the operation's `outputs` from the tensors that a form returns; `split` makes the cotangents of these tensors
       from the cotangents of the outputs.
     - `prepare` gives the inputs the layout that they have in a model.
-    - `algorithm`, `chunk`: the class of algorithm for the tolerances, see oracles/bound.py.
+    - `algorithm`, `chunk`: the class of algorithm for the tolerances, see oracles/tolerance/bound.py.
     """
 
     forms: Mapping[str, Form]

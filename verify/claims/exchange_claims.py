@@ -17,11 +17,11 @@ from torch import Tensor
 
 from oracles.parallel import head_parallel, zigzag
 from verify.adapters.gdn.exchange import cp_to_hp, feature_map, hp_to_cp, permuted, token_map
+from verify.bench.faults import short
 from verify.claims.kernel_claims import ragged
 from verify.claims.setting import Setting
 from verify.claims.table import Row
 from verify.claims.timing import Call, Effort, Spread, clock_of, measured, ratios
-from verify.execution.faults import short
 from verify.process import messages
 from verify.process.messages import Join
 from verify.process.worker import Answering, WorkerLost

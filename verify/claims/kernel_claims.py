@@ -13,8 +13,8 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs, sequences
-from properties.cases.module_case import ModuleCase
-from properties.cases.rule_case import Case
+from properties.modules.case import ModuleCase
+from properties.rules.case import Case
 from verify.claims.contest import (
     Agreement,
     Contest,

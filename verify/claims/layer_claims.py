@@ -9,7 +9,7 @@ from torch import Tensor
 from oracles.flops import forward_flops, training_flops
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from properties.cases.layer_case import LayerCase
+from properties.layers.case import LayerCase
 from verify.adapters.gdn.layer import Choices, GatedDeltaNet
 from verify.claims.contest import Contest, Form, Tensors, agreement, ready, size_of
 from verify.claims.kernel_claims import combined_norm, compared, fla_conv, rule, separate_norms, transposed_conv

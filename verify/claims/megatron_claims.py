@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from oracles.flops import training_flops
 from oracles.layer import Layer
-from properties.cases.path_case import ParallelCase
+from properties.paths.case import ParallelCase
 from verify.claims.kernel_claims import MIB, ragged
 from verify.claims.releases import Releases, Unanswered
 from verify.claims.ruling import RIGHT, UNDECIDED, WRONG, Ruling, gain, verdict_on

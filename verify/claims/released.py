@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from properties.cases.layer_case import LayerCase
-from properties.cases.path_case import ParallelCase
+from properties.layers.case import LayerCase
+from properties.paths.case import ParallelCase
 from verify.adapters.base import PathAdapter
 from verify.adapters.megatron import PLACES, MegatronLayer
+from verify.bench.faults import short
+from verify.bench.path_bench import PARAMETERS, RankBench, place_of
 from verify.claims.contest import Contest, Form, Tensors, agreement, allocated_bytes, saved_bytes
 from verify.claims.formula import HALVES, formula_in, terms
 from verify.claims.timing import Call, Clock, clock_of
 from verify.claims.tuning import limit_tuning
 from verify.execution import service
-from verify.execution.faults import short
 from verify.execution.judging import adapter_of
-from verify.execution.path_bench import PARAMETERS, RankBench, place_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.messages import Answer, RunMany
 from verify.ranks.collectives import Alone, Place, simulate
 

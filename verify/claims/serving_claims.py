@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import DTYPES, Inputs, sequences
-from properties.cases.pool_case import BLOCK_SIZES, PoolCase
+from properties.pools.case import BLOCK_SIZES, PoolCase
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.sglang_blocks import FORWARD_KERNEL, KDA
@@ -35,7 +35,7 @@ LEAST_LAYERS, MOST_LAYERS, STATE_BYTES = 8, 36, 2**29
 # A constant of the compiled kernel that grows with the batch, but is used only for trees of drafts, which we do not time.
 UNUSED = {"NP2_T": 1}
 MOST_EFFORT = Effort(budget_s=0.15, least=10, most=40, warm=2)  # for each row, because there are many
-GATES = ("64", "mixed", "10", "forever")  # see properties/cases/rule_case.py
+GATES = ("64", "mixed", "10", "forever")  # see properties/rules/case.py
 
 
 @dataclasses.dataclass(frozen=True)

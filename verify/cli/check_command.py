@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO
 
 from properties.books import book_of
-from properties.path_domain import PathDomain
+from properties.paths.domain import PathDomain
 from verify.adapters.registry import PATHS
 from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
 from verify.cli.hosts import (
@@ -38,13 +38,14 @@ from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
-from verify.findings import causes, coverage, known, reach_report
+from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
 from verify.process.messages import Refuse
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
 from verify.ranks.torchrun import follow, launched
+from verify.reach import report as reach_report
 
 
 def check(options: argparse.Namespace) -> int:

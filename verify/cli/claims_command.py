@@ -13,6 +13,7 @@ from rich.console import Console
 
 from verify.adapters.fla import core
 from verify.adapters.packages import installed
+from verify.bench.faults import short
 from verify.claims import decode_claims as decode
 from verify.claims import exchange_claims as exchange
 from verify.claims import kernel_claims as kernels
@@ -27,7 +28,6 @@ from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.cli.output import check_writable, write_file
 from verify.cli.parsers import CLAIMS, CONFIGURATIONS, PULLS
 from verify.cli.terminal import print_error, print_line, write
-from verify.execution.faults import short
 
 WIDTH = 220  # columns of the table, if stdout is no terminal
 Part = Callable[[Setting], Iterator[Row]]

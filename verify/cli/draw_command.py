@@ -5,7 +5,7 @@ import dataclasses
 import random
 import sys
 
-from properties.path_domain import PathDomain
+from properties.paths.domain import PathDomain
 from verify.cli import terminal
 from verify.cli.exits import HOLDS
 from verify.cli.hosts import check_installed

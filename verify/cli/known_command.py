@@ -7,7 +7,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
 from verify.cli.terminal import print_line
 from verify.engine.asking import ask, describe
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known, known_entry
 from verify.findings import report as text
 from verify.findings.store import Store

@@ -9,7 +9,7 @@ from verify.cli.options import SWEEP
 from verify.cli.output import print_json
 from verify.cli.terminal import print_error, print_line
 from verify.engine.asking import describe
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.gpu import device as devices
 from verify.process.choices import NoGpu

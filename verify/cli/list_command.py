@@ -5,7 +5,7 @@ from typing import Any
 
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS, every_law
-from properties.path_domain import PathDomain
+from properties.paths.domain import PathDomain
 from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.cli import zoo_command as command
 from verify.cli.exits import HOLDS

@@ -6,7 +6,7 @@ import os
 import sys
 
 from oracles import PRODUCTS
-from properties.names import unknown
+from properties.words.names import unknown
 from verify.engine.power import KILLS
 from verify.engine.profiles import PROFILES
 from verify.findings.store import FOLDER

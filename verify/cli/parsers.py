@@ -6,8 +6,8 @@ import re
 from typing import Any, NoReturn
 
 import verify
-from properties.cases.line import split_line
-from properties.names import did_you_mean
+from properties.words.line import split_line
+from properties.words.names import did_you_mean
 from verify.adapters.libraries import FOLDER, LIBRARIES
 from verify.adapters.registry import OWN, ZOO, check_spec
 from verify.cli.exits import EXITS, EXITS_OF, USAGE

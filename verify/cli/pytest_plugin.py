@@ -41,12 +41,12 @@ class LawItem:
         from verify.engine.check import Check
         from verify.engine.law_check import Settings
         from verify.engine.profiles import PROFILES
-        from verify.findings import reach_report
         from verify.findings import report as text
         from verify.findings.regressions import Examples
         from verify.findings.store import Store
         from verify.process.choices import NoInterpreter
         from verify.process.outcome import Verdict
+        from verify.reach import report as reach_report
 
         store, examples = Store(self.findings), Examples(self.findings, asked=self.remembers)
         tune = str(self.seed) if self.device == "cuda" else ""
@@ -161,7 +161,7 @@ def _import_once() -> None:
 def _laws(adapter: str) -> "Iterable[str]":
     """The laws of an adapter's book. If the adapter cannot be loaded, the laws of rules, so that the tests fail when they run."""
     from properties.books import book_named, book_of
-    from properties.rule_laws import LAWS
+    from properties.rules.laws import LAWS
     from verify.adapters.registry import BOOKS_OF_BUILT_IN, AdapterError
     from verify.engine.asking import describe
     from verify.process.worker import Worker

@@ -8,7 +8,7 @@ from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny
 from verify.cli.output import print_json, print_troubles
 from verify.cli.terminal import print_error, print_line
 from verify.engine.asking import ask, describe, interpreted
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings import report as text
 from verify.findings.store import Store

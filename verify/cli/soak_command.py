@@ -12,10 +12,11 @@ from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.terminal import print_line, width_of
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
-from verify.findings import known, reach_report
+from verify.findings import known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out, reach_of
 from verify.ranks.torchrun import launched
+from verify.reach import report as reach_report
 
 
 def soak_all(options: argparse.Namespace) -> int:

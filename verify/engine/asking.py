@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from properties.books import book_named, book_of
-from properties.domain import Domain
-from properties.laws import Law
+from properties.laws.law import Law
 from properties.palette import key_of
-from properties.path_domain import PathDomain
-from properties.path_laws import PATH_LAWS
-from properties.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
-from properties.strategies import Example
+from properties.paths.domain import PathDomain
+from properties.paths.laws import PATH_LAWS
+from properties.rules.domain import Domain
+from properties.words.example import Example
+from properties.words.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
 from verify.engine.compile_plan import has_keys
 from verify.engine.drawing import seeded
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.execution.shared_bounds import LAW as POOLS
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from properties.books import book_of
-from properties.trace_domain import TraceDomain
+from properties.traces.domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Asked, Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import Plan, in_order
@@ -16,7 +16,7 @@ from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.engine.power import by_power
 from verify.engine.under_tags import add_tags
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of

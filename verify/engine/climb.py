@@ -1,7 +1,7 @@
 """Climbing: search for cases with larger errors among edits of the cases that were run.
 
 Hypothesis maximises its `target`, here the error divided by the tolerance. It changes one drawn number at a time. For a case it
-draws only a seed (properties/strategies.py), and the next seed gives an unrelated case, so a climb over seeds would be random.
+draws only a seed (properties/rules/drawing.py), and the next seed gives an unrelated case, so a climb over seeds would be random.
 Therefore Hypothesis draws edits of the best cases so far: which words of a case change, and by how many places each word moves in
 the sorted list of the values that it has in the known cases.
 """
@@ -13,11 +13,11 @@ from typing import Any
 from hypothesis import Phase, target
 from hypothesis import strategies as st
 
-from oracles.counter import mix_words
-from properties.laws import Law
+from oracles.arithmetic.counter import mix_words
+from properties.laws.law import Law
 from properties.palette import key_of, suits
 from properties.seeds import draw
-from properties.strategies import Example
+from properties.words.example import Example
 from verify.engine.drawing import Enough
 
 LEAST = 8  # a climb of fewer examples is not worth it: half of the examples are spent on finding where to begin

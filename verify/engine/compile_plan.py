@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from properties.books import book_of
-from properties.domain import Domain
-from properties.far_views import is_far
-from properties.history_laws import order_of
-from properties.laws import Law
+from properties.laws.far_views import is_far
+from properties.laws.history import order_of
+from properties.laws.law import Law
 from properties.palette import compile_cost, draw_palette, kernels_of, key_of
-from properties.path_domain import PathDomain, with_forms
-from properties.strategies import Example
+from properties.paths.domain import PathDomain, with_forms
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from verify.engine.compilers import Compilation, Compilers, Need
 from verify.engine.drawing import Enough, of_law
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.process.messages import Compile
 

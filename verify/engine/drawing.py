@@ -10,10 +10,10 @@ from typing import Any
 
 from hypothesis.errors import Unsatisfiable
 
-from oracles.counter import mix_words
-from properties.laws import Law
+from oracles.arithmetic.counter import mix_words
+from properties.laws.law import Law
 from properties.seeds import draw as drawn_from
-from properties.sizes import is_large, places
+from properties.words.sizes import is_large, places
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 TRIES = 8  # draws for each large example
@@ -60,7 +60,7 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     """Pass the examples to `look` that a check with this seed has of a law, in their order, which their number decides.
 
     - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
-    - Large examples are at the places that properties/sizes.py names, if the domain has large cases.
+    - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
     - The examples that a law always has (`Law.always`) come after the first large one.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.

@@ -10,17 +10,17 @@ from typing import Any
 
 from oracles.norm import NORM_FORMS
 from properties.books import book_of
-from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case, overflows
-from properties.cases.rule_numbers import NORM_EPS
-from properties.domain import Domain
-from properties.laws import Law
-from properties.pool_domain import PoolDomain
-from properties.strategies import Example
+from properties.laws.law import Law
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case, overflows
+from properties.rules.domain import Domain
+from properties.rules.numbers import NORM_EPS
+from properties.words.example import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
 from verify.engine.shrink import DATA, Shrunk, between, one_step, other_numbers, restored, shrink
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.history_laws import AT_ONCE
-from properties.laws import Law
-from properties.strategies import Example
+from properties.laws.history import AT_ONCE
+from properties.laws.law import Law
+from properties.words.example import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
@@ -21,7 +21,7 @@ from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.execution.judging import faulted
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples

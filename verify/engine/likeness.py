@@ -2,7 +2,7 @@
 
 import re
 
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
 
 SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance,

@@ -8,7 +8,7 @@ class Profile:
     """How much to check: `examples` for each law, four times as many for the law `oracle`.
 
     `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
-    cases with the largest errors so far. `large`: whether some cases are large (properties/sizes.py).
+    cases with the largest errors so far. `large`: whether some cases are large (properties/words/sizes.py).
     """
 
     name: str

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.path_domain import PathDomain
+from properties.paths.domain import PathDomain
 from verify.engine.asking import Described, describe, interpreted, started
 from verify.engine.check import Check
 from verify.engine.law_check import Settings, overall

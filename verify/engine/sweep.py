@@ -14,17 +14,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from oracles.counter import mix_words
+from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
-from properties.cases.rule_case import Case
-from properties.domain import Domain
 from properties.palette import draw_palette, key_of
-from properties.strategies import Example
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
 from verify.engine.asking import Described, ask
 from verify.engine.compile_plan import on_gpu
 from verify.engine.drawing import seeded
 from verify.engine.explaining import explain
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.report import finding_lines
 from verify.findings.store import Store

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from properties.cases.trace_case import TAG_CHANNELS
-from properties.strategies import Example
-from properties.trace_domain import TraceDomain
-from properties.trace_laws import TRACE_LAWS, tag_widths
-from verify.execution.run import Run
+from properties.traces.case import TAG_CHANNELS
+from properties.traces.domain import TraceDomain
+from properties.traces.laws import TRACE_LAWS, tag_widths
+from properties.words.example import Example
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.process.outcome import Outcome, Verdict
 

@@ -1,4 +1,5 @@
-"""What a token costs an implementation on a CPU, which decides how large the large cases of a check are (properties/sizes.py).
+"""What a token costs an implementation on a CPU, which decides how large the large cases of a check are
+(properties/words/sizes.py).
 
 The answer follows from what an adapter declares and imports and never from a clock, because it decides which cases a seed has.
 """
@@ -6,7 +7,7 @@ The answer follows from what an adapter declares and imports and never from a cl
 import sys
 from types import ModuleType
 
-from properties.sizes import MOST
+from properties.words.sizes import MOST
 from verify.adapters.base import Adapter
 
 # Packages into which the search for kernels does not look: that Triton is imported says nothing, and ours are not under test.

@@ -10,24 +10,25 @@ from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
-from properties.cases.call_case import CallCase
-from properties.cases.rule_numbers import NORM_EPS
-from properties.pool_domain import PoolDomain
+from properties.calls.case import CallCase
+from properties.pools.domain import PoolDomain
+from properties.rules.numbers import NORM_EPS
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
-from verify.execution import recorder
-from verify.execution.bench import AdapterBench, Compiling, Ready
-from verify.execution.call_bench import CallBench
-from verify.execution.faults import NoRoom
-from verify.execution.judge import NOTHING, where
+from verify.bench.adapter_bench import AdapterBench, Compiling, Ready
+from verify.bench.call_bench import CallBench
+from verify.bench.faults import NoRoom
+from verify.bench.places import where
+from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_of, following, judged, there
-from verify.execution.path_bench import execute_path
-from verify.execution.run import Run
-from verify.execution.trace_bench import execute_trace
+from verify.execution.line import Run
+from verify.execution.paths import execute_path
+from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
 from verify.gpu.policies import Policy
 from verify.gpu.warmup import unlaunched
 from verify.process.outcome import Outcome, Verdict
+from verify.reach import recorder
 
 
 def execute(

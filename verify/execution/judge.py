@@ -5,12 +5,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles.bound import Bound
+from oracles.tolerance.bound import Bound
 from verify.process.outcome import FailureKind, Finding, port_of
 
 Where = Callable[[str, int, torch.Size], str]
@@ -248,39 +247,3 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
 def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
     """The first four numbers of a row, or its single number if each number of x is a row (`axes` == x.ndim)."""
     return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
-
-
-def indices(flat: int, shape: torch.Size) -> list[int]:
-    """The index along each axis that belongs to a flat index."""
-    index = []
-    for size in reversed(shape):
-        flat, place = divmod(flat, size)
-        index.append(place)
-    return index[::-1]
-
-
-WORDS = {"N": "sequence", "H": "head", "HV": "head", "K": "key row", "D": "channel", "V": "channel", "C": "channel", "P": "slot"}
-
-
-def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
-    """The place of a flat index in words: sequence, token, head. If `shape` is not that of the whole case, plain indices."""
-    index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
-    ports = (*case.spec.outputs, *case.spec.gradients())
-    port_name = port_of(name)
-    axes: list[str] = next((port.axes.split() for port in ports if port.name == port_name), [])[: len(index)]
-    if not axes or len(axes) < len(index):
-        return plain
-    words = [f"{WORDS[axis]} {at}" for axis, at in zip(axes, index, strict=True) if axis in WORDS]
-    if axes[0] == "N":
-        return ", ".join(words) if shape[0] == len(case.lengths) else plain
-    if axes[:2] != ["B", "T"]:
-        return ", ".join(words) or plain
-    if tuple(shape[:2]) != ((1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])):
-        return plain
-    sequence, token = index[:2]
-    if case.packed:
-        starts = case.starts()
-        sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.lengths[row])
-        token -= starts[sequence]
-    what = ", ".join([f"token {token}", *words])
-    return f"sequence {sequence}, {what}" if len(case.lengths) > 1 else what

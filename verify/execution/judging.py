@@ -10,11 +10,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from properties.laws import Blind, Breach, Law
-from properties.strategies import Example
+from properties.laws.law import Blind, Breach, Law
+from properties.words.example import Example
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
-from verify.execution.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
+from verify.bench.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
 from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices

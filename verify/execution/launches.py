@@ -19,10 +19,10 @@ from torch import Tensor
 
 from verify.adapters.base import Adapter
 from verify.adapters.registry import AdapterError
-from verify.execution.bench import AdapterBench
-from verify.execution.faults import AdapterFault, OutOfMemory, short
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judging import adapter_of, following
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.gpu import device as devices
 
 APART = 0.02  # in parts of a tensor's norm: more than rounding in any dtype changes the output of one kernel

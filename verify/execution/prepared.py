@@ -4,8 +4,8 @@ torch starts no threads here, because workers and their server have OMP_NUM_THRE
 """
 
 import verify.execution.service  # noqa: F401 - what workers run
-from oracles import grids
-from verify.execution import statements
+from oracles.arithmetic import grids
+from verify.reach import lines as statements
 
 grids.prepare()
 statements.prepare()

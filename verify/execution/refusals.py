@@ -7,18 +7,18 @@ import torch
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.cases.path_case import ParallelCase
-from properties.cases.trace_case import TraceCase
-from properties.cases.trace_events import Step
-from properties.illegal_layouts import IllegalLayout
-from properties.laws import with_one_state, with_options
-from properties.trace_play import advance
+from properties.laws.law import with_one_state, with_options
+from properties.paths.case import ParallelCase
+from properties.paths.illegal import IllegalLayout
+from properties.traces.case import TraceCase
+from properties.traces.events import Step
+from properties.traces.play import advance
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
-from verify.execution.bench import in_layout
-from verify.execution.faults import AdapterFault
-from verify.execution.path_bench import RankBench, place_of
-from verify.execution.trace_bench import TraceBench
+from verify.bench.adapter_bench import in_layout
+from verify.bench.faults import AdapterFault
+from verify.bench.path_bench import RankBench, place_of
+from verify.bench.trace_bench import TraceBench
 from verify.gpu import device as devices
 from verify.process.outcome import FailureKind
 from verify.ranks.collectives import Abandoned, Mismatch, Place, simulate

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from verify.execution.guards import UNPOISONED
+from verify.bench.guards import UNPOISONED
 from verify.gpu import device as devices
 from verify.process.choices import TOOLS, NoSanitizer
 from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched

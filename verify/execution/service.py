@@ -16,13 +16,14 @@ from verify import interpreter
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
-from verify.execution import launches, oracle_process
+from verify.bench import oracle_process
+from verify.execution import launches
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of, following, loaded
-from verify.execution.path_bench import work_of
+from verify.execution.line import Run
+from verify.execution.paths import work_of
 from verify.execution.refusals import SILENT, probe
-from verify.execution.run import Run
 from verify.execution.shared_bounds import together
 from verify.gpu import autotune
 from verify.gpu import device as devices

@@ -1,9 +1,9 @@
 """Computes the bounds of several cases in one call of the oracle, with their sequences packed side by side.
 
 The oracle's many small operations then serve all the cases at once. Sequences of a rule do not influence each other, and error
-scales are pooled within a sequence (oracles/bound.py). So a case gets the truth that it gets alone, and its tolerance differs only
-because the disturbed runs round on other grids. A_log and dt_bias of a gate in the kernel, which the tokens of all sequences share,
-get one row for each case; its gradient is a sum over that case's own tokens (oracles/gates.py).
+scales are pooled within a sequence (oracles/tolerance/bound.py). So a case gets the truth that it gets alone, and its tolerance
+differs only because the disturbed runs round on other grids. A_log and dt_bias of a gate in the kernel, which the tokens of all
+sequences share, get one row for each case; its gradient is a sum over that case's own tokens (oracles/gates.py).
 
 A case without an initial state, or without dt_bias, gets zeros in their place. A case without backward gets a backward if another
 case has one. The gradients that this adds are dropped.
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import bound
-from oracles.bound import Bound
+from oracles.arithmetic.room import fitting
 from oracles.operation import Inputs, Operation, Port, gradient_name
-from oracles.room import fitting
-from properties.cases.rule_case import Case
-from properties.cases.rule_numbers import drawn
-from properties.laws import Cotangents
+from oracles.tolerance import bound
+from oracles.tolerance.bound import Bound
+from properties.laws.law import Cotangents
+from properties.rules.case import Case
+from properties.rules.numbers import drawn
 from verify.adapters.base import Adapter
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.gpu import device as devices
 
 LAW = "oracle"  # the only law that uses the bounds of its case unchanged
@@ -141,7 +141,7 @@ def _along(port: Port) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """One case of a shared call. It implements `Ready` of verify/execution/bench.py."""
+    """One case of a shared call. It implements `Ready` of verify/bench/adapter_bench.py."""
 
     of: "_Call"
     row: int

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.process.outcome import FailureKind, Verdict, port_of
 

@@ -6,8 +6,8 @@ A lost device costs a worker its process, and a new one takes about 10 s. A line
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from properties.cases.line import split_line
-from properties.names import did_you_mean
+from properties.words.line import split_line
+from properties.words.names import did_you_mean
 from verify.adapters.packages import installed
 from verify.gpu import policies
 

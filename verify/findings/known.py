@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
-from properties.cases.line import split_line
-from properties.cases.rule_case import Case
-from properties.names import did_you_mean
+from properties.rules.case import Case
+from properties.words.line import split_line
+from properties.words.names import did_you_mean
 from verify.adapters.registry import BUILT_IN, AdapterError
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import deny_list
 from verify.findings.deny_list import Denial, Versions
 from verify.gpu import policies

@@ -6,9 +6,9 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from properties.cases.line import split_line
+from properties.words.line import split_line
 from verify.adapters.packages import installed
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known
 from verify.gpu import policies

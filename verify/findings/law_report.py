@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from verify.execution.run import Run
-from verify.findings import statements
+from verify.execution.line import Run
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.reach import Reach
+from verify.reach import statements
 
 DECIDED = (Verdict.HOLDS, Verdict.BROKEN, Verdict.KNOWN)  # outcomes of cases that looked at something
 

@@ -14,9 +14,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
-from properties.cases.line import split_line
+from properties.words.line import split_line
 from verify.adapters.registry import AdapterError
-from verify.execution.run import Run
+from verify.execution.line import Run
 
 FILE = "examples.txt"
 MOST = 6  # lines of one adapter and law: the last three failures, each as found and as shrunk

@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict, port_of

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from properties.cases.line import split_line
+from properties.words.line import split_line
 
 _KERNEL = re.compile(r"[\w.%~-]+", re.ASCII)
 _CONFIG = re.compile(r"[A-Za-z_]\w*=[\w.%~+-]+(:[A-Za-z_]\w*=[\w.%~+-]+)*", re.ASCII)
@@ -168,7 +168,7 @@ def preference(configs: Iterable[str], tune: int, kernel: str) -> list[str]:
 
 @functools.lru_cache(4096)  # computing the number takes about a millisecond, a launch some microseconds
 def _drawn(tune: int, kernel: str) -> int:
-    from oracles.counter import mix_words  # it imports torch, which a command line without a case does not need
+    from oracles.arithmetic.counter import mix_words  # it imports torch, which a command line without a case does not need
 
     return mix_words(tune, kernel)
 

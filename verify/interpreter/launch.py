@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from properties.sizes import MOST_ALONG_Y
+from properties.words.sizes import MOST_ALONG_Y
 from verify.interpreter import branches, internals, operations
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.internals import get, put

@@ -54,7 +54,7 @@ class Reach:
     - `blocks`: for each interpreted Triton function that ran ("package.module:name"), its blocks that may or may not run (bodies of
       branches and of loops, and branches of conditional expressions) and whether each ran. A block is named by its first line in
       the file, a branch of a conditional expression by its line and column.
-    - `arcs`: for each file of Python around the kernels, which of its lines ran (verify/execution/statements.py).
+    - `arcs`: for each file of Python around the kernels, which of its lines ran (verify/reach/lines.py).
     - `unrecorded`: why no lines of Python could be recorded; "" if they could.
     - `trouble`: why the function under test could not be looked for; "" if it could.
     - `full`: whether something was left out because there was too much of it.

@@ -57,7 +57,7 @@ def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host
     clocks = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     clocks["TORCH_FR_BUFFER_SIZE"] = "0"  # torch then keeps no record of each collective, which only such a dump would show
     clocks["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # torch then looks for a GPU without opening it, since verify/execution/oracle_process.py forks
+        "1"  # torch then looks for a GPU without opening it, since verify/bench/oracle_process.py forks
     )
     return {**words, **clocks, "CUDA_VISIBLE_DEVICES": seen[local_rank] if seen else str(local_rank)}
 

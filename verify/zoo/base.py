@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
-from properties.layer_domain import LayerDomain
-from properties.pool_domain import PoolDomain
+from properties.layers.domain import LayerDomain
+from properties.pools.domain import PoolDomain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 
 EPS = 1e-6

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from properties.books import Book, book_of
-from properties.sizes import MOST, sized
-from properties.strategies import Example
+from properties.words.example import Example
+from properties.words.sizes import MOST, sized
 from verify.adapters.registry import ZOO
 from verify.engine.asking import ask
 from verify.engine.drawing import of_law
 from verify.engine.explaining import explain
 from verify.engine.profiles import PROFILES
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict

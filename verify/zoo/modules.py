@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oracles.norm import EPS
 from oracles.operation import Inputs
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.adapters.base import Adapter
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from verify.execution.execute import execute
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.process.outcome import Verdict
 from verify.zoo.edits import Edit
 from verify.zoo.launch_edits import Kernel, Launch, Place, Watch, exchange

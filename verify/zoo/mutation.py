@@ -23,20 +23,20 @@ from typing import Any
 import torch
 
 from properties.books import book_of
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.sizes import MOST, sized
-from properties.strategies import Example
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
+from properties.words.sizes import MOST, sized
 from verify.adapters.base import Adapter
 from verify.adapters.loader import versions
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
+from verify.bench import memo
 from verify.engine.drawing import of_law, seeded
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution import memo
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
-from verify.execution.run import Run
+from verify.execution.line import Run
 from verify.findings import known as known_defects
 from verify.findings.text_table import text_table
 from verify.zoo.edits import OPERATORS, edits

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from oracles.operation import Inputs
-from properties.laws import Results
+from properties.laws.law import Results
 from verify.zoo.suite import Suite, finite
 
 Made = dict[str, Any]

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import bound
 from oracles.operation import Inputs
 from oracles.operations import OPERATIONS
-from properties.laws import Cotangents, Results
+from oracles.tolerance import bound
+from properties.laws.law import Cotangents, Results
 
 OPERATION = "gated_delta_rule"
 OWN = {"state": None, "cu_seqlens": None, "scale": None, "qk_norm": False, "output_final_state": True}

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.rule_case import Case
-from properties.domain import Domain
-from properties.laws import Cotangents, Results
+from properties.laws.law import Cotangents, Results
+from properties.rules.case import Case
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.execution.bench import AdapterBench
-from verify.execution.faults import AdapterFault
+from verify.bench.adapter_bench import AdapterBench
+from verify.bench.faults import AdapterFault
 from verify.execution.judging import adapter_of
 from verify.process.worker import Worker, WorkerLost
 from verify.zoo.animals import Animal

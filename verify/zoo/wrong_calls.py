@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.call_domain import CallDomain
+from properties.calls.domain import CallDomain
 from verify.adapters.base import Adapter
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.module_domain import ModuleDomain
+from properties.modules.domain import ModuleDomain
 from verify.zoo.base import at_32_bits
 from verify.zoo.modules import Conv, ConvMasked, ConvShort, ConvSteps, block_rounded
 

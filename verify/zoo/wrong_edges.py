@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.zoo.base import Chunkwise
 from verify.zoo.modules import Conv, L2Norm
 

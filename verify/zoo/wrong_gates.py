@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.rule_case import IN_KERNEL
-from properties.domain import Domain
+from properties.rules.case import IN_KERNEL
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.zoo.base import Chunkwise
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.trace_case import Batch, Sizes
+from properties.traces.case import Batch, Sizes
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.adapters.gdn.pool import Progress
 from verify.ranks.collectives import Place

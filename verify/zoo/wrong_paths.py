@@ -11,7 +11,7 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.sharding import Rank
-from properties.cases.path_case import CHOICES
+from properties.paths.case import CHOICES
 from verify.adapters.gdn import functions
 from verify.adapters.gdn import layer as _layer
 from verify.adapters.gdn.adapter import GdnLayer

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.pool_case import BLOCK_SIZES
-from properties.cases.rule_case import IN_KERNEL
-from properties.domain import Domain
-from properties.pool_domain import PoolDomain
+from properties.pools.case import BLOCK_SIZES
+from properties.pools.domain import PoolDomain
+from properties.rules.case import IN_KERNEL
+from properties.rules.domain import Domain
 from verify.zoo.base import Chunkwise, Serving, at_32_bits
 from verify.zoo.wrong_gates import Stepwise
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.cases.trace_case import Batch
+from properties.traces.case import Batch
 from verify.ranks.collectives import Place
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import Conv

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.domain import Domain
+from properties.rules.domain import Domain
 from verify.zoo.base import EPS, Chunkwise, at_32_bits
 
 Answer = tuple[Tensor, Tensor | None]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from properties.cases.trace_case import Batch, Sizes
-from properties.cases.trace_events import PADDING
-from properties.trace_domain import TraceDomain
+from properties.traces.case import Batch, Sizes
+from properties.traces.domain import TraceDomain
+from properties.traces.events import PADDING
 from verify.adapters.base import Engine, TraceAdapter
 from verify.adapters.gdn.pool import PoolEngine, Progress
 

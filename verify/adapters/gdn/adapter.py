@@ -8,8 +8,8 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.sharding import Mesh, Rank, Shard
-from properties.cases.path_case import CHOICES
-from properties.path_domain import MODEL_WIDTHS, PathDomain
+from properties.paths.case import CHOICES
+from properties.paths.domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
 from verify.adapters.gdn import weights
 from verify.adapters.gdn.exchange import cp_to_hp, hp_to_cp

@@ -1,0 +1,1 @@
+"""How numbers are rounded: formats, grids, operands of products, and bits from a counter."""

@@ -1,0 +1,1 @@
+"""How far a right result may be from the oracle's: evaluation orders, allowances and bounds."""

@@ -1,0 +1,1 @@
+"""Calls: any function that its author describes by axes and a reference."""

@@ -1,0 +1,204 @@
+"""The laws of any callable, which need no float64 reference: what one call must give follows from other calls.
+
+Where two calls may differ by rounding, they are judged by bounds that the bench measures: it calls the implementation with inputs
+that are disturbed by one rounding (verify/bench/call_bench.py).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from oracles.operation import Inputs
+from oracles.tolerance.bound import Bound
+from properties.calls.case import CallCase
+from properties.calls.domain import CallDomain, call_cases
+from properties.laws import common as common_laws
+from properties.laws.history import history_law
+from properties.laws.law import Bench, Cotangents, Law, Pair, axes_of, examples_of, present, spread, with_others
+from properties.words.domain import VIEWS
+from properties.words.example import Example
+
+
+def _finite(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Numbers are compared with themselves, where NaN and infinities are replaced by zeros."""
+    inputs, cotangents = bench.call(example.case)
+    for name, got in bench.run(inputs, cotangents).items():
+        yield name, got, got.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Everything from token `at` on changes, in all sequences. Gradients may rightly move and are not compared."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = bench.call(case)
+    spec, names = case.spec, present(case.spec, inputs, "B", "T")
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
+    later = with_others(case).inputs()
+    changed = {name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
+    there = inputs.replaced(**changed)
+    got, past = bench.run(there, None), place < at
+    want = bench.run(inputs, None) if bench.domain.isolated else _both(bench, inputs, there, None)
+    for name, x in got.items():
+        if axes_of(spec, name)[:2] == ["B", "T"]:
+            yield f"{name} before token {at}", x[past], _part(want[name], past)
+
+
+def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    if bench.domain.isolated:
+        yield from common_laws.samples(bench, example)
+        return
+    inputs, cotangents = bench.call(case)
+    other, spec = with_others(case).inputs(), case.spec
+    mixed = {}
+    for name in (*present(spec, inputs, "B", "T"), *present(spec, inputs, "N")):
+        rows = _others(example, axes_of(spec, name))
+        mixed[name] = torch.where(spread(rows, inputs[name], 0), inputs[name], other[name])
+    there = inputs.replaced(**mixed)
+    bounds = _both(bench, inputs, there, cotangents)
+    for name, got in bench.run(there, cotangents).items():
+        axes = axes_of(spec, name)
+        if axes[0] in "BN":
+            rows = _others(example, axes)
+            yield f"{name} of the other sequences", got[rows], bounds[name].at(rows)
+
+
+def _both(bench: Bench, inputs: Inputs, changed: Inputs, cotangents: Cotangents) -> dict[str, Bound]:
+    """Return the results of the first call, and the errors that both calls together may have."""
+    bounds, more = bench.bounds(inputs, cotangents), bench.bounds(changed, cotangents)
+    return {name: dataclasses.replace(bound, allowed=bound.allowed + more[name].allowed) for name, bound in bounds.items()}
+
+
+def _others(example: Example, axes: list[str]) -> torch.Tensor:
+    """Return the mask of what belongs to the other sequences, along the first axes of a tensor."""
+    lengths = torch.tensor(example.case.lengths)
+    sample = torch.arange(len(lengths))
+    if axes[0] == "B":
+        sample = sample.repeat_interleave(lengths).reshape(example.case.shape(("B", "T")))
+    return sample.ne(-1 if example.at is None else example.at)
+
+
+def _part(want: Any, rows: torch.Tensor) -> Any:
+    return want.at(rows) if isinstance(want, Bound) else want[rows]
+
+
+def _packed(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Each packed sequence is also called alone, as a batch of one, by whose bounds it is judged.
+
+    A call with other lengths in the same shapes comes before, whose results must not be taken for those of this one.
+    """
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    lengths = (*case.lengths[1:], case.lengths[0])
+    bench.run(bench.call(dataclasses.replace(with_others(case), lengths=lengths))[0], cotangents)
+    together = bench.run(inputs, cotangents)
+    starts = case.starts()
+    for row in {example.at or 0, len(case.lengths) - 1}:
+        tokens, here = slice(starts[row], starts[row + 1]), slice(row, row + 1)
+
+        def index_of(name: str, tokens: slice = tokens, here: slice = here) -> tuple[slice, ...]:
+            axes = axes_of(case.spec, name)
+            return (slice(None), tokens) if axes[:2] == ["B", "T"] else (here,) if axes[0] == "N" else ()
+
+        single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][index_of(name)] for name in present(case.spec, inputs)})
+        part = None if cotangents is None else {name: x[index_of(name)] for name, x in cotangents.items()}
+        bounds = bench.bounds(single, part)
+        for name, got in together.items():
+            if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
+                yield f"{name} of packed sequence {row}", got[index_of(name)], bounds[name]
+
+
+def _some(case: CallCase) -> range:
+    """Return the sequences as a range if two or more have tokens, otherwise an empty range."""
+    return range(len(case.lengths)) if sum(length > 0 for length in case.lengths) > 1 else range(0)
+
+
+def _promised(**flags: bool) -> Any:
+    return common_laws.require(**flags)
+
+
+def _small(domain: CallDomain, **more: Any) -> st.SearchStrategy[CallCase]:
+    return call_cases(domain, **{"sequences": (1, 3), **more})
+
+
+CALL_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "finite",
+            "exact",
+            "every call inside the domain returns finite numbers in the shapes of the outputs, and so does its backward",
+            lambda domain: examples_of(call_cases(domain, longest=150)),
+            _finite,
+        ),
+        Law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone, within what one rounding of the inputs changes",
+            lambda domain: examples_of(_small(domain, packed=True, sequences=(2, 5)), _some),
+            _packed,
+            _promised(packed=True, batched=True),
+            place=_some,
+            lacks=common_laws.has_words(packed="yes"),
+        ),
+        Law(
+            "future",
+            "exact",
+            "later tokens change no earlier output, bit for bit if isolated=True",
+            lambda domain: examples_of(_small(domain), common_laws.inner),
+            _future,
+            common_laws.first_of(_promised(causal=True), common_laws.two_tokens),
+            place=common_laws.inner,
+        ),
+        Law(
+            "samples",
+            "exact",
+            "changing one sequence changes nothing of the others, bit for bit if isolated=True",
+            lambda domain: examples_of(_small(domain, sequences=(2, 5)), _some),
+            _samples,
+            place=_some,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
+            lambda domain: examples_of(_small(domain)),
+            common_laws.memory,
+        ),
+        Law(
+            "again",
+            "exact",
+            "three calls with the same inputs give the same results, bit for bit if deterministic=True",
+            lambda domain: examples_of(_small(domain)),
+            common_laws.again,
+        ),
+        history_law(lambda domain, **more: _small(domain, **{"longest": 34, "total": 60, **more})),
+        Law(
+            "batch",
+            "truth",
+            "a sequence gives the same alone and in batches of several sizes, within what one rounding of the inputs changes",
+            lambda domain: examples_of(_small(domain, sequences=(2, 3), longest=34, total=60), common_laws.several),
+            common_laws.batch,
+            place=common_laws.several,
+        ),
+        Law(
+            "strides",
+            "truth",
+            "inputs and cotangents may have any strides",
+            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            common_laws.strides,
+            _promised(views=True),
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither its inputs nor the memory around them",
+            lambda domain: examples_of(_small(domain)),
+            common_laws.pure,
+        ),
+    )
+}

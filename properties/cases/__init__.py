@@ -1,1 +1,0 @@
-"""Cases: one input of an implementation as plain data, written as a line and parsed again."""

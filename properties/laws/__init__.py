@@ -1,0 +1,1 @@
+"""Laws: what a law is, and the laws and checks that several books share."""

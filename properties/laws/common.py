@@ -1,0 +1,568 @@
+"""Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.operation import DTYPES, Inputs, Operation, sequences
+from oracles.tolerance.bound import Bound
+from properties.laws.far_views import FAR, far
+from properties.laws.law import (
+    CALLS,
+    CROWD,
+    Bench,
+    Blind,
+    Cotangents,
+    Pair,
+    Results,
+    axes_of,
+    bounds_as,
+    conventional,
+    one_final_state,
+    one_initial_state,
+    pairs_of,
+    present,
+    spread,
+    token_output,
+    visible,
+    with_others,
+)
+from properties.words.example import Example
+from properties.words.line import text_of
+from properties.words.options import text_of_values, values_of
+
+ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that a kernel may need
+
+
+def plain(domain: Any) -> Any:
+    """Return the domain without options and rare arguments, which the recurrent form of an implementation may lack."""
+    first: dict[str, tuple[str, ...]] = {"options": (), "exact_options": ()}
+    first |= {name: ("none",) for name in ("left_out", "channel_decays", "residuals") if "none" in getattr(domain, name, ())}
+    names = {field.name for field in dataclasses.fields(domain)}
+    return dataclasses.replace(domain, **{name: value for name, value in first.items() if name in names})
+
+
+def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
+    """One run, judged by its bounds."""
+    inputs, cotangents = bench.call(example.case)
+    yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
+
+
+def without_options(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The call of a case with options, and the same call without each of them.
+
+    An option in `exact_options` of the domain changes no bit if runs are deterministic.
+    """
+    inputs, cotangents = bench.call(example.case)
+    bounds, once = bench.bounds(inputs, cotangents), bench.run(inputs, cotangents)
+    yield from pairs_of(once, bounds)
+    values = values_of(example.case.options)
+    for option in values:
+        rest = text_of_values({name: value for name, value in values.items() if name != option})
+        exact = option in bench.domain.exact_options and bench.domain.deterministic
+        for name, got in bench.run(inputs, cotangents, options=rest).items():
+            yield f"{name} without {option}:{values[option]}", got, once[name] if exact else bounds[name]
+
+
+def packed(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Packed sequences give what each gives alone.
+
+    If a packed call has one initial or one final state only, the bounds of the sequence alone are computed for it: bounds of the
+    packed call do not judge the states that it lacks.
+
+    Blind if a state that leaked from each sequence into the next would stay within the tolerance.
+    """
+    case, alone = example.case, example.at
+    assert alone is not None
+    inputs, cotangents = bench.call(case)
+    spec, bounds = case.spec, bench.bounds(inputs, cotangents)
+    leaked = torch.zeros_like(bounds["final_state"].value)
+    leaked[1:] = bounds["final_state"].value[:-1]
+    if inputs.state is not None:
+        leaked = leaked + inputs.state
+    if not visible(bench.truth(inputs.replaced(state=leaked), None), bounds):
+        raise Blind("a state leaking into the next sequence would not show")
+    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    start, end = case.starts()[alone : alone + 2]
+
+    def index_of(name: str) -> tuple[slice, ...]:
+        axes = axes_of(spec, name)
+        return (slice(alone, alone + 1),) if axes[0] == "N" else (slice(None), slice(start, end)) if axes[:2] == ["B", "T"] else ()
+
+    # Copies begin where a new tensor begins. For views of the packed tensors, compilers would make kernels for each odd address.
+    single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][index_of(name)].clone() for name in present(spec, inputs)})
+    part = None if cotangents is None else {name: x[index_of(name)].clone() for name, x in cotangents.items()}
+    one_state = one_initial_state(bench.domain) or one_final_state(bench.domain)
+    own = bench.bounds(single, part) if one_state else None
+    for name, got in bench.run(single, part).items():
+        if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
+            yield f"{name} of sequence {alone} alone", got, bounds[name].at(*index_of(name)) if own is None else own[name]
+
+
+def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
+    """Return the inputs of some tokens."""
+    return inputs.replaced(**{name: inputs[name][:, where] for name in present(spec, inputs, "B", "T")})
+
+
+def _pieces(spec: Operation, inputs: Inputs, cotangents: Cotangents, at: int) -> tuple[list[Tensor], list[Inputs], list[Tensor]]:
+    """Cut every sequence at token `at`; return token indices, inputs and the output's cotangents before and after the cut."""
+    names = present(spec, inputs, "B", "T")
+    lengths = sequences(inputs, names[0])
+    sides: list[list[Tensor]] = [[], []]
+    if inputs.cu_seqlens is None:
+        indices = [torch.arange(at), torch.arange(at, lengths[0])]
+        offsets: list[Tensor | None] = [None, None]
+    else:
+        start, offsets = 0, []
+        for length in lengths:
+            middle = start + min(at, length)
+            sides[0].append(torch.arange(start, middle))
+            sides[1].append(torch.arange(middle, start + length))
+            start += length
+        indices = [torch.cat(side) for side in sides]
+        for side in sides:
+            ends = torch.tensor([0, *(len(piece) for piece in side)]).cumsum(0)
+            offsets.append(ends.to(inputs.cu_seqlens.dtype))
+    parts = [
+        inputs.replaced(cu_seqlens=offset, **{name: inputs[name][:, index] for name in names})
+        for index, offset in zip(indices, offsets, strict=True)
+    ]
+    outputs = [] if cotangents is None else [cotangents[token_output(spec)][:, index] for index in indices]
+    return indices, parts, outputs
+
+
+def cut(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Forward, the final state of the head is the initial state of the tail; backward, its gradient comes back the same way.
+
+    Blind if a state lost at the cut would stay within the tolerance.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, bounds = case.spec, bench.bounds(inputs, cotangents)
+    y = token_output(spec)
+    (before, after), (head, tail), directions = _pieces(spec, inputs, cotangents, at)
+    lost = bench.truth(tail.replaced(state=None), None)
+    limits = {y: bounds[y].at(slice(None), after), "final_state": bounds["final_state"]}
+    if not visible(lost, limits):
+        raise Blind("a state lost at the cut would not show")
+    first = bench.run(head, None)
+    if rounds_states(bench, case, first["final_state"].dtype):
+        yield from _cut_in_two(bench, case, (head, tail), directions, cotangents, first)
+        return
+    if cotangents is None:
+        second = bench.run(tail.replaced(state=first["final_state"]), None)
+    else:
+        second = bench.run(tail.replaced(state=first["final_state"]), {y: directions[1], "final_state": cotangents["final_state"]})
+        first = bench.run(head, {y: directions[0], "final_state": second["dh0"]})
+    order = torch.cat([before, after]).argsort()
+    whole = {}
+    for name, value in first.items():
+        if axes_of(spec, name)[:2] == ["B", "T"]:
+            whole[name] = torch.cat([value, second[name]], 1)[:, order]
+        elif name == "final_state":
+            whole[name] = second[name]
+        elif name == "dh0":
+            whole[name] = value
+    for name, got in whole.items():  # without parameters' gradients, which are sums over pieces that are each rounded separately
+        yield name, got, bounds[name]
+
+
+def rounds_states(bench: Bench, case: Any, dtype: torch.dtype) -> bool:
+    """Whether a final state of this dtype was rounded when it was returned, or is rounded when it becomes an initial state."""
+    carried = case.carried_dtype(bench.domain, dtype)
+    return carried is not None and (dtype != torch.float32 or carried != dtype)
+
+
+def carried_dtype(bench: Bench, case: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a final state becomes an initial state."""
+    carried: torch.dtype | None = case.carried_dtype(bench.domain, dtype)
+    return carried or dtype
+
+
+def _cut_in_two(
+    bench: Bench, case: Any, parts: tuple[Inputs, Inputs], directions: list[Tensor], cotangents: Cotangents, first: Results
+) -> Iterator[Pair]:
+    """Judge each part of a cut by its own bounds, because the state that is carried over the cut is rounded.
+
+    The truth of the tail is taken at the carried state, and that of the head at the gradient that comes back.
+    """
+    head, tail = parts
+    y, dtype = token_output(case.spec), first["final_state"].dtype
+    tail = tail.replaced(state=first["final_state"].to(carried_dtype(bench, case, dtype)))
+    if cotangents is None:
+        limits = bench.bounds(head, None)
+        yield from ((f"{name} before the cut", got, limits[name]) for name, got in first.items())
+        limits = bench.bounds(tail, None)
+        yield from ((f"{name} after the cut", got, limits[name]) for name, got in bench.run(tail, None).items())
+        return
+    later = {y: directions[1], "final_state": cotangents["final_state"].to(final_dtype(case, tail))}
+    second, limits = bench.run(tail, later), bench.bounds(tail, later)
+    yield from ((f"{name} after the cut", got, limits[name]) for name, got in second.items())
+    earlier = {y: directions[0], "final_state": second["dh0"].to(dtype)}
+    limits = bench.bounds(head, earlier)
+    yield from ((f"{name} before the cut", got, limits[name]) for name, got in bench.run(head, earlier).items())
+
+
+def final_dtype(case: Any, inputs: Inputs) -> torch.dtype:
+    """Return the dtype of the final state of a call like the case's."""
+    return DTYPES[case.spec_of(inputs).port("final_state").dtype]
+
+
+def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The tokens after the prompt come one at a time, through the implementation's recurrent counterpart if it has one.
+
+    Blind if a state lost after the prompt would stay within the tolerance.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = bench.call(case)
+    bounds = bounds_as(bench, inputs, None, "recurrent")
+    spec, y = case.spec, token_output(case.spec)
+    tail = _tokens(spec, inputs, slice(at, None))
+    ends = {y: bounds[y].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
+    if not visible(bench.truth(tail.replaced(state=None), None), ends):
+        raise Blind("a state lost after the prompt would not show")
+    got = bench.run(_tokens(spec, inputs, slice(0, at)), None)
+    rows = [got[y]]
+    if rounds_states(bench, case, got["final_state"].dtype):  # then every call is judged by its own bounds
+        limits = bench.bounds(_tokens(spec, inputs, slice(0, at)), None)
+        yield from ((f"{name} of the prompt", value, limits[name]) for name, value in got.items())
+        for token in range(at, case.lengths[0]):
+            state = got["final_state"].to(carried_dtype(bench, case, got["final_state"].dtype))
+            step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=state)
+            got, limits = bench.run(step, None, counterpart=True), bounds_as(bench, step, None, "recurrent")
+            yield from ((f"{name} of the step at token {token}", value, limits[name]) for name, value in got.items())
+        return
+    for token in range(at, case.lengths[0]):
+        step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
+        got = bench.run(step, None, counterpart=True)
+        rows.append(got[y])
+    yield y, torch.cat(rows, 1), bounds[y]
+    yield "final_state", got["final_state"], bounds["final_state"]
+
+
+def future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Everything from token `at` on changes, in all sequences; only parameters stay."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, names = case.spec, present(case.spec, inputs, "B", "T")
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
+    later = _later(case, bench.domain).inputs()
+    changed = inputs.replaced(
+        **{name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
+    )
+    once, twice = bench.run(inputs, cotangents), bench.run(changed, cotangents)
+    past = place < at
+    for name in (token_output(spec), "dq"):
+        if name in once:
+            yield f"{name} before token {at}", twice[name][past], once[name][past]
+
+
+def _later(case: Any, domain: Any) -> Any:
+    """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the domain's strongest."""
+    strongest = getattr(domain, "strongest_decay", "saturated")
+    if case.operation == "delta_rule" or not hasattr(case, "gate") or getattr(case, "without_gate", False):
+        return with_others(case, domain)
+    if strongest != "saturated" and getattr(case, "channel_decays", "none") != "none":
+        return with_others(case, domain)  # with another gate the sum of the decays may be too strong
+    another = "10" if strongest == "saturated" else "forever"
+    return dataclasses.replace(with_others(case, domain), gate=strongest if case.gate != strongest else another)
+
+
+def samples(bench: Bench, example: Example) -> Iterator[Pair]:
+    """One sequence changes, and the results of the others are compared.
+
+    Gradients of parameters, which all sequences share, are not compared.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, names = case.spec, present(case.spec, inputs, "B", "T")
+    shape = inputs[names[0]].shape[:2]
+    sample = torch.cat([torch.full((length,), row) for row, length in enumerate(case.lengths)]).reshape(shape)
+    rows, other = torch.arange(len(case.lengths)) != at, with_others(case, bench.domain).inputs()
+    mixed = {name: torch.where(spread(sample == at, inputs[name], 0), other[name], inputs[name]) for name in names}
+    mixed |= {name: torch.where(spread(rows, inputs[name], 0), inputs[name], other[name]) for name in present(spec, inputs, "N")}
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
+    for name, got in twice.items():
+        axes = axes_of(spec, name)
+        if axes[0] == "N" or axes[:2] == ["B", "T"]:
+            keep = rows if axes[0] == "N" else sample != at
+            yield f"{name} of the other sequences", got[keep], once[name][keep]
+
+
+def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit."""
+    case = example.case
+    pads = case.pads()
+    if not any(pads):
+        raise Blind("no row has padding")
+    inputs, cotangents = bench.call(case)
+    spec, real = case.spec, torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
+    names = present(spec, inputs, "B", "T")
+
+    def of_tokens(name: str) -> bool:
+        return axes_of(spec, name)[:2] == ["B", "T"]
+
+    def tokens(name: str, x: Tensor) -> Tensor:
+        return x[real].unsqueeze(0) if of_tokens(name) else x
+
+    def only(name: str, x: Tensor, other: Tensor | float) -> Tensor:
+        """Return x with `other` in the padding."""
+        return torch.where(spread(real, x, 0), x, other) if of_tokens(name) else x
+
+    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
+    alone = inputs.replaced(**{name: tokens(name, inputs[name]) for name in names}, cu_seqlens=ends)
+    part = None if cotangents is None else {name: tokens(name, x) for name, x in cotangents.items()}
+    bounds = bench.bounds(alone, part)
+    padded, others = inputs.replaced(pads=pads), with_others(case, bench.domain).inputs()
+    turned = None if cotangents is None else {name: only(name, x, 0.0) for name, x in cotangents.items()}
+    changed = padded.replaced(**{name: only(name, inputs[name], others[name]) for name in names})
+    once, twice = bench.run(padded, turned), bench.run(changed, turned)
+    for name, got in once.items():
+        yield f"{name} with left padding", tokens(name, got), bounds[name]
+        yield f"{name} with other left padding", tokens(name, twice[name]), tokens(name, got)
+
+
+def memory(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Two runs over memory with different poison give the same bits.
+
+    If runs of the implementation are not deterministic, each run is judged by its bounds instead.
+    """
+    inputs, cotangents = bench.call(example.case)
+    once, twice = (bench.run(inputs, cotangents, poison=poison) for poison in (float("nan"), -3.0e4))
+    if bench.domain.deterministic:
+        for name, got in twice.items():
+            yield f"{name} of a second run", got, once[name]
+    else:
+        bounds = bench.bounds(inputs, cotangents)
+        for results in (once, twice):
+            yield from pairs_of(results, bounds)
+
+
+def again(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The same call CALLS times gives the same bits.
+
+    An implementation may set something up in the first call, record or tune in the second, and reuse it from the third on. Memory
+    holds the same poison in every call, so a difference is the implementation's own. If its runs are not deterministic, each is
+    judged by its bounds instead.
+    """
+    inputs, cotangents = bench.call(example.case)
+    runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
+    if bench.domain.deterministic:
+        for number, results in enumerate(runs[1:], 2):
+            for name, got in results.items():
+                yield f"{name} of call {number}, as of the first", got, runs[0][name]
+    else:
+        bounds = bench.bounds(inputs, cotangents)
+        for number, results in enumerate(runs, 1):
+            for name, got in results.items():
+                yield f"{name} of call {number}", got, bounds[name]
+
+
+def batch(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A sequence alone gives what it gives in batches.
+
+    All calls have the form of the case, packed or not: a compiler makes a program for each form, and their bits may rightly differ.
+    Gradients of parameters are sums over all sequences and are not compared.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    if case.packed and one_initial_state(bench.domain):
+        inputs = inputs.replaced(state=None)  # the sequence is not the first one of every batch
+    few = [*range(len(case.lengths))]
+
+    def call(rows: list[int]) -> tuple[Inputs, Cotangents]:
+        return conventional(bench.domain, *_sequences_of(case, inputs, cotangents, rows))
+
+    batches, alone = [few, few * -(-CROWD // len(few))], call([at])
+    want: Results | dict[str, Bound]
+    if bench.domain.position_independent:
+        want = bench.run(*alone)
+    else:
+        want, batches = bench.bounds(*alone), [[at], *batches]
+    for rows in batches:
+        last = len(rows) - 1 - rows[::-1].index(at)
+        end = sum(case.lengths[row] for row in rows[: last + 1])
+        for name, x in bench.run(*call(rows)).items():
+            axes = axes_of(case.spec, name)
+            if name == "final_state" and case.packed and one_final_state(bench.domain) and last < len(rows) - 1:
+                continue
+            if axes[:2] == ["B", "T"]:
+                x = x.flatten(0, 1)[end - case.lengths[at] : end].unsqueeze(0)
+            elif axes[0] == "N":
+                x = x[last : last + 1]
+            else:
+                continue
+            yield f"{name} of sequence {at}, one of {len(rows)}", x, want[name]
+
+
+def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[int]) -> tuple[Inputs, Cotangents]:
+    """Return the call of some of the case's sequences, in this order; a sequence may occur several times."""
+    starts = case.starts()
+    index = torch.tensor(rows)
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+    shape = (1, len(tokens)) if case.packed else (len(rows), case.lengths[0])
+
+    def part(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        if axes[:2] == ["B", "T"]:
+            return x.flatten(0, 1)[tokens].reshape(*shape, *x.shape[2:])
+        return x[index] if axes[0] == "N" else x
+
+    there = inputs.replaced(**{name: part(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows)]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return there, None if cotangents is None else {name: part(name, x) for name, x in cotangents.items()}
+
+
+def strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Inputs and cotangents in other strides, judged by bounds.
+
+    Not bit for bit: an implementation may copy strided inputs first or compute on them in place.
+    """
+    inputs, cotangents = bench.call(example.case)
+    spec, how = example.case.spec, example.variant or ""
+    tensors = {name: inputs[name] for name in present(spec, inputs)}
+    tensors |= cotangents or {}
+    views = far(bench.domain, spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    turned = cotangents and {name: views.pop(name) for name in cotangents}
+    inputs = inputs.replaced(**views)
+    if how == "expanded":  # the numbers of the one state that a packed call may have are then in the places of the others too
+        inputs, turned = conventional(bench.domain, inputs, turned)
+    bounds = bench.bounds(inputs, turned)
+    for name, got in bench.run(inputs, turned).items():
+        yield f"{name} from {how.replace('_', ' ')} inputs", got, bounds[name]
+
+
+def view(x: Tensor, how: str) -> Tensor:
+    """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0.
+
+    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens. An `aligned` tensor
+    begins ALIGNED elements after its allocation, as one does that an allocator made.
+    """
+    if how == "fused":
+        wide = x.new_full((*x.shape[:2], math.prod(x.shape[2:]) + 8), float("nan"))
+        inner = wide[:, :, 2:-6]
+        inner.copy_(x.flatten(2))
+        # A view would give a batch of single tokens another stride of tokens.
+        return inner.as_strided(x.shape, (*inner.stride()[:2], *x.contiguous().stride()[2:]), inner.storage_offset())
+    if how == "transposed":
+        return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
+    if how == "expanded":
+        axis = min(2 if x.ndim < 4 or x.shape[1] == 1 else 1, x.ndim - 1)
+        axis = 0 if x.shape[axis] == 1 else axis
+        return x.narrow(axis, 0, 1).expand_as(x) if x.numel() else x
+    if how == "strided":  # every second element
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] * 2), float("nan"))
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if how in ("offset", "aligned"):  # dense, but not at the start of its allocation
+        start = 3 if how == "offset" else ALIGNED
+        flat = x.new_full((x.numel() + start,), float("nan"))
+        flat[start:] = x.flatten()
+        return flat[start:].view(x.shape)
+    return banded(x, 2)
+
+
+def banded(x: Tensor, width: int) -> Tensor:
+    """Return x as a slice of a larger tensor whose margins, `width` on each side of every axis, are NaN."""
+    wide = x.new_full([size + 2 * width for size in x.shape], float("nan"))
+    inner = wide[tuple(slice(width, width + size) for size in x.shape)]
+    return inner.copy_(x)
+
+
+def pure(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Inputs are compared bit for bit after a call, with the memory around them, which is NaN and must stay NaN."""
+    inputs, cotangents = bench.call(example.case)
+    # On a GPU, odd addresses need kernels of their own, which take as long to compile as all others. The law `strides` has some.
+    how = "offset" if bench.domain.views and bench.device == "cpu" else "aligned"
+    views = {name: view(inputs[name], how) for name in present(example.case.spec, inputs)}
+    turned = None if cotangents is None else {name: view(x, how) for name, x in cotangents.items()}
+    memory = {f"input {name}": x for name, x in views.items()}
+    memory |= {f"cotangent of {name}": x for name, x in (turned or {}).items()}
+    if inputs.cu_seqlens is not None:
+        memory["input cu_seqlens"] = inputs.cu_seqlens
+    copies = {name: bytes_of(x).clone() for name, x in memory.items()}
+    bench.run(inputs.replaced(**views), turned)
+    for name, x in memory.items():
+        yield f"bytes of {name}", bytes_of(x), copies[name]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the whole allocation behind x, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+def several(case: Any) -> range:
+    """Return the sequences as a range if there are two or more and none is empty, otherwise an empty range."""
+    return range(len(case.lengths)) if len(case.lengths) > 1 and min(case.lengths) > 0 else range(0)
+
+
+def inner(case: Any) -> range:
+    """Return the tokens at which a sequence can be cut in two."""
+    return range(1, max(case.lengths))
+
+
+def cuts(domain: Any) -> Callable[[Any], range]:
+    """Return the function of a case that returns the tokens at which the domain's sequences can be cut in two."""
+    step = getattr(domain, "length_step", 1)
+    return inner if step == 1 else lambda case: range(step, max(case.lengths), step)
+
+
+def outside_of_cut(domain: Any, example: Example) -> str | None:
+    """Return why the parts of a cut are outside the domain, or None."""
+    step = getattr(domain, "length_step", 1)
+    if example.at is not None and example.at % step:
+        return f"at={example.at}: every length must be a multiple of {step}"
+    if example.case.packed and len(example.case.lengths) > 1 and (one_initial_state(domain) or one_final_state(domain)):
+        return f"lengths={text_of(example.case.lengths)}: the states of several packed sequences cannot be carried over a cut"
+    return None
+
+
+def steps(case: Any) -> range:
+    """Return the lengths of a prompt that leave only a few tokens to step through."""
+    return range(max(1, case.lengths[0] - 3), case.lengths[0])
+
+
+def has_words(**wanted: str) -> Callable[[Any, str | None], str | None]:
+    """Return a function that returns which of the wanted words a case lacks, or None."""
+
+    def lacks(case: Any, _: str | None) -> str | None:
+        words = case.words()
+        return next((f"{name}={value}" for name, value in wanted.items() if words[name] != value), None)
+
+    return lacks
+
+
+def one_batch_row(case: Any, _: str | None) -> str | None:
+    """Return what a case lacks to be one sequence that is not packed, or None."""
+    return "one sequence, packed=no" if case.packed or len(case.lengths) > 1 else None
+
+
+def two_tokens(domain: Any) -> str | None:
+    """Return why no sequence of a domain can be cut in two, or None."""
+    return None if domain.longest is None or domain.longest > 1 else f"longest={domain.longest}: no sequence has two tokens"
+
+
+def first_of(*needs: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """Return a function that returns the first reason that any of the functions returns for a domain, or None."""
+    return lambda domain: next((lacking for need in needs if (lacking := need(domain))), None)
+
+
+def require(**flags: bool) -> Callable[[Any], str | None]:
+    """Return a function that returns which of the wanted flags a domain lacks, or None."""
+
+    def needs(domain: Any) -> str | None:
+        lacking = [name for name, value in flags.items() if getattr(domain, name) != value]
+        return f"{lacking[0].replace('_', ' ')} is not supported" if lacking else None
+
+    return needs

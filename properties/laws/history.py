@@ -1,0 +1,226 @@
+"""The law `history` of rules, modules and layers: a call gives what it gives in a fresh process, whatever came before it.
+
+A history is a short sequence of calls in one process. Every call of it is judged by its own bounds, as if it came first. A variant
+is one kind of history, so a line repeats it in any process.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from oracles.operation import NAMES, Inputs
+from oracles.tolerance.bound import Bound
+from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, present, with_others
+from properties.words.example import Example
+
+AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
+HISTORIES = ("others", "refill", "freed", "gradients", "refused", *AT_ONCE)
+Cases = Callable[..., st.SearchStrategy[Any]]
+
+
+def history(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Play the history that the variant names.
+
+    - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
+      must not change what the first returned.
+    - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again.
+    - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
+    - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
+    - `refused`: a call between in which a required tensor is None, so that most implementations raise.
+    - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
+
+    A repeated call is compared bit for bit only after calls of the same shapes. A compiler may make a new program for other shapes,
+    a sum in another thread may be cut into other parts, and an implementation may take another way after an error.
+    """
+    play = {
+        "others": _others,
+        "refill": _refill,
+        "freed": _freed,
+        "gradients": _gradients,
+        "refused": _refused,
+        "threads": _at_once,
+        "streams": _at_once,
+    }[example.variant or ""]
+    yield from play(bench, example)
+
+
+def rotated(case: Any, domain: Any = None) -> Any:
+    """Return the case with other numbers and, if it is packed, its lengths in another order; all shapes stay."""
+    other = with_others(case, domain)
+    lengths = (*case.lengths[1:], case.lengths[0])
+    return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
+
+
+def order_of(example: Example) -> int:
+    """Return in which of two orders a history looks for other shapes and dtypes. The first of each are taken, and need kernels."""
+    return example.case.seed % 2 if example.variant == "others" else 0
+
+
+def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
+    """Return the case in other shapes and in another dtype, as far as that is inside the domain, each with what is other."""
+    lengths, other, step = case.lengths, with_others(case, domain), getattr(domain, "length_step", 1)
+    more = 2 if step == 1 else step
+    longer = (*lengths, lengths[0] + more) if case.packed else tuple(length + more for length in lengths)
+    fewer = lengths[1:] if len(lengths) > 1 else (max(1, lengths[0] // 2 // step) * step,)
+    changes = [("shapes", {"lengths": sizes}) for sizes in (longer, fewer)]
+    changes += [("dtypes", {"dtype": dtype}) for dtype in NAMES.values() if dtype != case.dtype]
+    found: dict[str, Any] = {}
+    for what, change in changes[:: 1 if case.seed % 2 else -1]:  # one of each, so that a history is short
+        try:
+            changed = dataclasses.replace(other, **change)
+        except ValueError:
+            continue
+        if change.get("lengths") != lengths and domain.outside(changed) is None:
+            found.setdefault(what, changed)
+    return [*found.items()]
+
+
+def _judged(got: Results, bounds: dict[str, Bound], what: str) -> Iterator[Pair]:
+    for name, value in got.items():
+        yield f"{name} {what}", value, bounds[name]
+
+
+def _repeated(bench: Bench, got: Results, once: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
+    """Compare a call with the same call before: bit for bit if the domain promises that, else by its bounds."""
+    for name, value in got.items():
+        yield f"{name} of the first call, repeated", value, once[name] if bench.domain.deterministic else bounds[name]
+
+
+def _others(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    bounds = bench.bounds(inputs, cotangents)
+    once = bench.run(inputs, cotangents)
+    copies = {name: value.clone() for name, value in once.items()}
+    yield from _judged(once, bounds, "of the first call")
+    yield from _other(bench, rotated(case, bench.domain), "numbers")
+    for name, value in once.items():
+        yield f"{name} of the first call, read after the second", value.clone(), copies[name]
+    yield from _repeated(bench, bench.run(inputs, cotangents), once, bounds)
+    for what, other in other_kinds(bench.domain, case):
+        yield from _other(bench, other, what)
+    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call, repeated at the end")
+
+
+def _other(bench: Bench, case: Any, what: str) -> Iterator[Pair]:
+    """Run another case and judge it by its own bounds."""
+    inputs, cotangents = bench.call(case)
+    yield from _judged(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents), f"of a later call with other {what}")
+
+
+def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents], tuple[Inputs, Cotangents]]:
+    """Return the call of a case, and that of another one before it, with the cotangents of the first."""
+    inputs, cotangents = bench.call(case)
+    return (inputs, cotangents), (bench.call(other)[0], cotangents)
+
+
+def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Offsets are filled again only if the domain has refills=True; all other tensors are in any case, as parameters are."""
+    case = example.case
+    (inputs, cotangents), (first, _) = _two(
+        bench, case, rotated(case, bench.domain) if bench.domain.refills else with_others(case, bench.domain)
+    )
+    bounds = bench.bounds(inputs, cotangents)
+    yield from _judged(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
+
+
+def _freed(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    (inputs, cotangents), (first, _) = _two(bench, case, rotated(case, bench.domain))
+    bounds = bench.bounds(inputs, cotangents)
+    yield from _judged(bench.renew(first, inputs, cotangents), bounds, "in memory that an earlier call's tensors had")
+
+
+def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    leaves = inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
+    bounds = bench.bounds(inputs, cotangents)
+    rounds = []
+    for _ in range(2):
+        with torch.no_grad():
+            rounds.append(bench.run(leaves, None, same_objects=True))
+        rounds.append(bench.run(leaves, cotangents, same_objects=True))
+    yield from _judged(rounds[0], bounds, "of a call under no_grad")
+    yield from _judged(rounds[1], bounds, "of a call with gradients, after one under no_grad")
+    for number in (2, 3):
+        yield from _repeated(bench, rounds[number], rounds[number - 2], bounds)
+
+
+def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    bounds = bench.bounds(inputs, cotangents)
+    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call")
+    required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
+    bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
+    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call, repeated after a call without a required tensor")
+
+
+def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
+    calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
+    limits = [bench.bounds(*call) for call in calls]
+    for number, results, what in at_once(bench, calls, bench.domain, streams=example.variant == "streams"):
+        yield from _judged(results, limits[number], what)
+
+
+def at_once(
+    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], domain: Any, *, streams: bool
+) -> Iterator[tuple[int, Results, str]]:
+    """Run two calls at the same time, on two `streams` or in two threads. Yield each one's number, its results and what they are.
+
+    Raises Blind if streams are asked for without a GPU, or if the domain excludes the variant.
+    """
+    word = "streams" if streams else "threads"
+    if not getattr(domain, word):
+        raise Blind(f"the domain has {word}=False")
+    if streams and bench.device == "cpu":
+        raise Blind("streams need a GPU")
+    where = "on two streams" if streams else "in two threads"
+    for number, results in bench.at_once(calls, streams=streams):
+        yield number, results, f"of call {number + 1} of two at the same time, {where}"
+
+
+def _lacks(case: Any, variant: str | None) -> str | None:
+    return "backward=yes" if variant == "gradients" and not case.backward else None
+
+
+def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws."""
+
+    def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
+        return either([_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)])
+
+    return Law(
+        "history",
+        "truth",
+        "a call gives what it gives in a fresh process, whatever calls came before it, in any memory, and beside another call",
+        draw,
+        history,
+        variants=HISTORIES,
+        lacks=_lacks,
+        about=about,
+        of_process=True,
+        draw_gpu=functools.partial(draw, gpu=True),
+    )
+
+
+def _kinds(domain: Any, *, gpu: bool) -> list[str]:
+    """Return the histories that can happen to calls of a domain."""
+    can = {"gradients": domain.backward, "threads": domain.threads, "streams": gpu and domain.streams}
+    return [kind for kind in HISTORIES if can.get(kind, True)]
+
+
+def _drawn(domain: Any, cases: Cases, kind: str) -> st.SearchStrategy[Example]:
+    """Return examples of one kind of history. Packed sequences of several lengths come where these are what a cache would keep."""
+    anything = cases(domain)
+    if kind == "gradients":  # a layer whose states carry no gradients has cases without backward too
+        anything = anything.filter(lambda case: case.backward)
+    choices = [examples_of(anything, None, (kind,))]
+    if kind in ("others", "refill", "freed") and domain.packed:
+        choices.append(examples_of(cases(domain, packed=True, sequences=(2, 3)), None, (kind,)))
+    return either(choices)

@@ -1,0 +1,323 @@
+"""Laws: what must hold for every right implementation. One law is one sentence and one function.
+
+A law runs the implementation through a Bench and yields what to compare: (name, got, want). If `want` is a Bound, `got` is judged
+row by row against the float64 truth. If `want` is a tensor, the two are compared bit for bit (0 and -0 are equal, NaN never is). A
+law raises Blind when it finds that its case could not have shown the defect that the law is about.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.arithmetic.counter import mix_words
+from oracles.operation import Inputs, Operation
+from oracles.tolerance.bound import Bound
+from properties.words.example import Example
+from properties.words.options import all_values
+
+Results = dict[str, Tensor]
+Cotangents = dict[str, Tensor] | None
+Pair = tuple[str, Tensor, Tensor | Bound]
+CALLS = 3
+CROWD = 9  # sequences of a large batch: more than kernels unroll or vectorise for small batches
+
+
+class Blind(Exception):
+    """The case could not have shown the defect that the law is about; the message says why."""
+
+
+class Breach(Exception):
+    """The law is broken in a way that no comparison of tensors shows; the message says how."""
+
+
+class Bench(Protocol):
+    """Runs one implementation, and knows its domain, the truth and the bounds of its class."""
+
+    domain: Any
+    algorithm: str
+    device: str
+
+    def call(self, case: Any) -> tuple[Inputs, Cotangents]:
+        """Return the inputs of a case and, if it has a backward, the cotangents."""
+
+    def run(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        counterpart: bool = False,
+        poison: float = float("nan"),
+        frozen: Collection[str] = (),
+        same_objects: bool = False,
+        options: str | None = None,
+    ) -> Results:
+        """Return the outputs and, with cotangents, the gradients; uninitialised memory holds `poison`.
+
+        `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient. With
+        `same_objects` the implementation gets the tensors themselves, else new views of them. `options` are options of the
+        implementation in place of the case's (properties/words/options.py).
+        """
+
+    def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
+        """Run `first`, put the numbers of `second` into its tensors, and return the results of a second run of these tensors.
+
+        On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
+        """
+
+    def renew(self, first: Inputs, second: Inputs, cotangents: Cotangents) -> Results:
+        """Run `first`, free its tensors, and return the results of `second` in new tensors, at the same addresses if possible."""
+
+    def attempt(self, inputs: Inputs) -> None:
+        """Call the implementation with illegal inputs, and drop what it returns or raises."""
+
+    def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
+        """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
+        """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`."""
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """Return the truth without tolerances."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """One law: `says` is its sentence, `draw` makes its examples, and `check` yields its comparisons.
+
+    Laws of kernels take a Domain, a Bench and Cases; laws of parallel paths take the corresponding classes of
+    properties/paths/laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
+    lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
+    of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
+    outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process` says that earlier cases
+    of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
+    None if the law draws the same there. `within` returns the part of a domain to which a check keeps the law's cases when it gives
+    them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
+    examples of a domain that a check with large cases has for every seed.
+    """
+
+    name: str
+    kind: str
+    says: str
+    draw: Callable[[Any], st.SearchStrategy[Example]]
+    check: Callable[[Any, Example], Iterator[Pair]]
+    needs: Callable[[Any], str | None] = lambda domain: None
+    variants: tuple[str, ...] = ()
+    place: Callable[[Any], range] | None = None
+    lacks: Callable[[Any, str | None], str | None] = lambda case, variant: None
+    about: tuple[str, ...] = ()
+    outside: Callable[[Any, Example], str | None] = lambda domain, example: None
+    plain: bool = False
+    of_process: bool = False
+    draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
+    within: Callable[[Any], Any] = lambda domain: domain
+    always: Callable[[Any], Sequence[Example]] = lambda domain: ()
+
+    def on_gpu(self) -> "Law":
+        """Return the law with the examples that it has on a GPU."""
+        return dataclasses.replace(self, draw=self.draw_gpu) if self.draw_gpu else self
+
+    def accept(self, example: Example) -> None:
+        """Raise ValueError if the law does not apply to an example; the message names the word, its value and the rule."""
+        places = self.place(example.case) if self.place else None
+        if places is None and example.at is not None:
+            raise ValueError(f"law {self.name} takes no at, got at={example.at}")
+        if places is not None and (example.at is None or example.at not in places):
+            span = f"in {places[0]}..{places[-1]}" if places else "possible, but this case has no place for it"
+            raise ValueError(f"at must be {span} for law {self.name} on {example.case}, got {example.at}")
+        allowed = (*self.variants, None) if self.plain or not self.variants else self.variants
+        if example.variant not in allowed:
+            choices = f"one of {', '.join(self.variants)}{', or absent' * self.plain}" if self.variants else "absent"
+            raise ValueError(f"variant must be {choices} for law {self.name}, got {example.variant}")
+        if lacking := self.lacks(example.case, example.variant):
+            raise ValueError(f"law {self.name} needs {lacking}, got {example.case}")
+
+
+def examples_of(
+    strategy: st.SearchStrategy[Any], place: Callable[[Any], range] | None = None, variants: tuple[str, ...] = ()
+) -> st.SearchStrategy[Example]:
+    """Return a strategy for examples: cases that have a place for the law, each with a place and a variant."""
+    return _example(strategy.filter(lambda case: len(place(case)) > 0) if place else strategy, place, variants)
+
+
+@st.composite
+def _example(
+    draw: st.DrawFn, strategy: st.SearchStrategy[Any], place: Callable[[Any], range] | None, variants: tuple[str, ...]
+) -> Example:
+    case = draw(strategy)
+    chance = draw(st.randoms(use_true_random=True))
+    at = None
+    if place:
+        places = place(case)
+        near = [p for p in (64, 63, 65, 16, 32, 1) if p in places]
+        at = chance.choice(near if near and chance.random() < 1 / 2 else places)
+    return Example(case, at, chance.choice(variants) if variants else None)
+
+
+def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:
+    """Return examples of every variant that a case has, about equally often also where Hypothesis repeats parts of an example."""
+
+    def example(case: Any) -> Example:
+        names = variants(case)
+        return Example(case, None, names[mix_words(0, str(case)) % len(names)])
+
+    return strategy.map(example)
+
+
+@st.composite
+def either(draw: st.DrawFn, choices: list[st.SearchStrategy[Example]]) -> Example:
+    """Draw from one of the strategies, all equally often."""
+    return draw(draw(st.randoms(use_true_random=True)).choice(choices))
+
+
+def axes_of(spec: Operation, name: str) -> list[str]:
+    """Return the axes of an input, an output or a gradient, as letters."""
+    ports = (*spec.inputs, *spec.outputs, *spec.gradients())
+    return next(port for port in ports if port.name == name).axes.split()
+
+
+def present(spec: Operation, inputs: Inputs, *axes: str) -> list[str]:
+    """Return the names of the given inputs whose first axes are `axes`, indices excepted; without `axes`, of all given inputs."""
+    return [
+        port.name
+        for port in spec.inputs
+        if inputs.get(port.name) is not None and port.axes.split()[: len(axes)] == list(axes) and port.dtype != "index"
+    ]
+
+
+def along(spec: Operation, name: str, letter: str) -> int | None:
+    """Return the position of an axis among those of a tensor, or None."""
+    axes = axes_of(spec, name)
+    return axes.index(letter) if letter in axes else None
+
+
+def spread(mask: Tensor, like: Tensor, axis: int) -> Tensor:
+    """Return a mask of the axes of `like` from `axis` on, shaped to broadcast over the remaining axes."""
+    return mask.reshape(*mask.shape, *[1] * (like.ndim - axis - mask.ndim))
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bits of numbers as integers, those of NaN included."""
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def token_output(spec: Operation) -> str:
+    """Return the name of the first output that has tokens."""
+    return next(port.name for port in spec.outputs if port.axes.startswith("B T"))
+
+
+def pairs_of(got: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
+    """Yield every result with its bound."""
+    for name, value in got.items():  # bounds may include a final state that the run did not return
+        yield name, value, bounds[name]
+
+
+def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: str) -> dict[str, Bound]:
+    """Return the bounds of the implementation's class, plus those of `algorithm` if a part is computed in that other class."""
+    bounds = bench.bounds(inputs, cotangents)
+    if bench.algorithm in (algorithm, "pointwise"):  # pointwise operations compute in float32 in every class
+        return bounds
+    other = bench.bounds(inputs, cotangents, algorithm)
+    return {name: bound.beside(other[name]) for name, bound in bounds.items()}
+
+
+def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
+    """Whether any row of the outputs differs from the truth by more than twice its tolerance."""
+    for name, value in moved.items():
+        error, allowed = value - bounds[name].value, bounds[name].settled().allowed
+        if bool(((error.abs() if allowed.ndim == error.ndim else error.norm(dim=-1)) > 2 * allowed).any()):
+            return True
+    return False
+
+
+def conventional(domain: Any, inputs: Inputs, cotangents: Cotangents) -> tuple[Inputs, Cotangents]:
+    """Return a call with zeros in place of the states that a packed call of the domain does not have, and of their cotangents."""
+    if inputs.get("cu_seqlens") is None:
+        return inputs, cotangents
+    if one_initial_state(domain) and inputs.get("state") is not None:
+        inputs = inputs.replaced(state=_but_one(inputs.state, 0))
+    if one_final_state(domain) and cotangents is not None:
+        cotangents = {**cotangents, "final_state": _but_one(cotangents["final_state"], -1)}
+    return inputs, cotangents
+
+
+def one_initial_state(domain: Any) -> bool:
+    """Whether only the first sequence of a packed call has an initial state."""
+    return getattr(domain, "initial_states", "each") == "first"
+
+
+def one_final_state(domain: Any) -> bool:
+    """Whether only the last sequence of a packed call returns a final state."""
+    return getattr(domain, "final_states", "each") == "last"
+
+
+def with_one_state(domain: Any, inputs: Inputs) -> Inputs:
+    """Return a call as an implementation gets it: with one initial state if that is the domain's convention for packed calls."""
+    state = inputs.get("state")
+    one = one_initial_state(domain) and inputs.get("cu_seqlens") is not None and isinstance(state, Tensor)
+    return inputs.replaced(state=inputs.state[:1]) if one else inputs
+
+
+def with_options(domain: Any, inputs: Inputs, text: str = "none") -> Inputs:
+    """Return a call as an implementation gets it: with the value of every option of the domain, if it has options.
+
+    `text` is the word `options` of the case. The values of options that the domain lacks are left out.
+    """
+    if not (known := getattr(domain, "options", ())):
+        return inputs
+    values = all_values(known, text)
+    return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})
+
+
+def rolled(count: int) -> Tensor:
+    """Return the numbers 0..count-1, with the last one first."""
+    return torch.arange(count).roll(1)
+
+
+def reordered(
+    case: Any, inputs: Inputs, cotangents: Cotangents, orders: Mapping[str, Callable[[int], Tensor]], rows: Tensor | None
+) -> tuple[Inputs, Cotangents, Callable[[str, Tensor], Tensor]]:
+    """Return a call in another order, and a function (name, result) that puts a result of the first call into that order.
+
+    `orders` gives the order of an axis by its letter and size. `rows` is the order of the sequences; with None, tokens are rolled
+    by one, for operations in which each token is on its own.
+    """
+    if rows is None:
+        tokens = rolled(case.tokens)
+    else:
+        starts = case.starts()
+        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
+        orders = {**orders, "N": lambda sequences: rows}
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        for letter, order in orders.items():
+            if letter in axes:
+                axis = axes.index(letter)
+                x = x.index_select(axis, order(x.shape[axis]))
+        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
+
+    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None and rows is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return there, None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}, moved
+
+
+def _but_one(states: Tensor, row: int) -> Tensor:
+    """Return zeros but for one row."""
+    kept = torch.zeros_like(states, memory_format=torch.contiguous_format)
+    kept[row] = states[row]
+    return kept
+
+
+def with_others(case: Any, domain: Any = None) -> Any:
+    """Return the case with the same shapes and other values, also of other magnitudes, so that a shared scale shows.
+
+    If the domain has no values as large as those of "scaled", other magnitudes are smaller ones.
+    """
+    other = "scaled" if "scaled" in getattr(domain, "values", ("scaled",)) else "small"
+    return dataclasses.replace(case, seed=case.seed ^ 1, values=other if case.values != other else "ordinary")

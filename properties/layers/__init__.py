@@ -1,0 +1,1 @@
+"""Layers: a whole GDN or KDA layer with its parameters and its cache."""

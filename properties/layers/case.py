@@ -1,0 +1,247 @@
+"""Cases of a layer on one rank, GDN or KDA: one printable line for a call with its parameters, states and cotangents.
+
+Parameters and hidden states are those of a case of properties/paths/case.py with one rank. Everything else comes from the same
+counter: states, and parameters that only the KDA layer has or has in another shape.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.arithmetic.counter import integers, mix_number
+from oracles.arithmetic.rounding import BITS
+from oracles.layer import GDN_LAYER, KDA_LAYER, KdaLayer, Layer
+from oracles.norm import GATINGS
+from oracles.operation import DTYPES, Inputs, Operation
+from properties.modules.case import pads_of
+from properties.paths.case import GATES, ParallelCase, scale_of
+from properties.rules.case import PARAMETER_DTYPES
+from properties.rules.numbers import LOWER_BOUNDS
+from properties.words.line import Line, check_choices, text_of
+from properties.words.options import values_of
+
+VALUES = ("ordinary", "scaled", "small", "zero_rows")
+STATES = ("none", "zero", "random")
+EPS = ("1e-6", "1e-5")
+LAYERS = {operation.name: operation for operation in (GDN_LAYER, KDA_LAYER)}
+_FIELDS: dict[str, Sequence[str]] = {
+    "operation": tuple(LAYERS),
+    "dtype": tuple(DTYPES),
+    "gate": GATES,
+    "values": VALUES,
+    "state": STATES,
+    "eps": EPS,
+    "offsets": ("int64", "int32"),
+    "gating": GATINGS,
+    "lower_bound": tuple(LOWER_BOUNDS),
+    "parameter_dtype": PARAMETER_DTYPES,
+}
+_STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
+_STREAMS |= {name: 62 + (index << 40) for index, name in enumerate(("in_proj", "decay_proj", "gate_proj", "gate_bias", "dt_bias"))}
+SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as the root of their norm's eps
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase(Line):
+    """One call of the layer. Fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory of the heads,
+    set by A_log and dt_bias. `values` is the regime of the hidden states. With `cached`, the recurrent state and the convolution's
+    state come out, and `state` says what goes in. Without it, the call is one of training. `gating` is the function of the norm's
+    gate, and `lower_bound` the lower bound of a KDA layer's log-decay. `parameter_dtype` is the dtype of A_log and dt_bias, float32
+    or that of the hidden states. `options` are the options of the implementation (properties/words/options.py) that do not have
+    their first value.
+
+    ValueError for a field outside its choices or range, or for fields that exclude each other.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("dtype", "gate", "values", "cached", "state", "packed"),
+        *("gating", "lower_bound", "parameter_dtype"),
+    )
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+    # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
+        *("allow_neg_eigval", "offsets", "gating", "lower_bound", "parameter_dtype", "options"),
+    )
+
+    lengths: tuple[int, ...]
+    operation: str = "gdn_layer"
+    packed: bool = False
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 8
+    value_dim: int = 8
+    hidden: int = 8
+    conv_width: int = 4
+    conv_bias: bool = False
+    dtype: str = "fp32"
+    gate: str = "long"
+    values: str = "ordinary"
+    cached: bool = False
+    state: str = "none"
+    eps: str = "1e-6"
+    allow_neg_eigval: bool = False
+    offsets: str = "int64"
+    gating: str = "silu"
+    lower_bound: str = "none"
+    parameter_dtype: str = "fp32"
+    options: str = "none"
+    backward: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _FIELDS)
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        values_of(self.options)
+        if self.operation == "kda_layer" and self.gating != "silu":
+            raise ValueError(f"gating must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gating}")
+        if self.operation != "kda_layer" and self.lower_bound != "none":
+            raise ValueError(f"lower_bound={self.lower_bound} needs op=kda_layer")
+        self.whole()  # raises ValueError for fields that are illegal for a layer
+        if self.state != "none" and not self.cached:
+            raise ValueError(f"state={self.state} needs cached=yes: states that go in come out")
+
+    def __str__(self) -> str:
+        rest = super().__str__().replace(f" op={self.operation}", "")
+        return f"op={self.operation} {rest}"  # always printed, because it selects the book of the line
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return LAYERS[self.operation]
+
+    def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
+        """Return the contract of a call like the case's."""
+        return self.spec
+
+    @property
+    def layer(self) -> Layer:
+        """The widths of the layer."""
+        layer = self.whole().layer
+        return KdaLayer(**dataclasses.asdict(layer)) if self.operation == "kda_layer" else layer
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
+        layer = self.layer
+        wide = sum(layer.sections.values())
+        parameters = self.hidden * (wide + layer.sections["v"]) + layer.offsets()["z"] * self.conv_width
+        states = len(self.lengths) * (self.value_heads * self.key_dim * self.value_dim + layer.offsets()["z"] * self.conv_width)
+        return 8 * (self.tokens * (2 * self.hidden + 2 * wide) + parameters + 2 * states)
+
+    def starts(self) -> list[int]:
+        """Return the first token of each sequence, and the end of the last sequence."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The two axes of tokens: [1, T] if packed, otherwise [B, T]."""
+        return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+
+    def whole(self) -> ParallelCase:
+        """Return the case of one rank with the same parameters; its only sequence has all tokens, and one more if they are odd."""
+        names = [field.name for field in dataclasses.fields(ParallelCase) if field.name in _SHARED]
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values = "scaled" if self.values == "scaled" else "ordinary"
+        return ParallelCase(
+            **{**fields, "operation": "gdn_layer", "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values}
+        )
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """Return the contiguous inputs: hidden [B, T, D], every parameter by its name in the contract, states or None, and options.
+
+        `pads` is None, or the number of tokens at the start of each row of a batch that are padding. The contract does not have
+        this option, because its meaning is the call without these tokens.
+        """
+        inputs, layer, count = self.whole().inputs(device), self.layer, len(self.lengths)
+        hidden = self._tokens(inputs.hidden)
+        if self.values == "small":
+            hidden = hidden * SMALL
+        if self.values == "zero_rows":
+            hidden = hidden * (self._integers("zeros", self.batch, 2, device) != 0).unsqueeze(-1)
+        state = conv_state = None
+        if self.state != "none":
+            keep = float(self.state == "random")
+            state = keep / 4 * self._uniform("state", (count, layer.value_heads, layer.key_dim, layer.value_dim), device, "fp32")
+            conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
+        arguments = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
+        inputs = Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})
+        if self.operation == "kda_layer":
+            inputs = Inputs(**{**inputs, **self._of_kda(inputs, device)})
+        if self.parameter_dtype != "fp32":
+            inputs = inputs.replaced(**{name: inputs[name].to(DTYPES[self.dtype]) for name in ("A_log", "dt_bias")})
+        return inputs if self.gating == "silu" else Inputs(**{**inputs, "gating": self.gating})
+
+    def _of_kda(self, inputs: Inputs, device: str | None) -> dict[str, Any]:
+        """Return the layer and the parameters that a KDA layer has in place of those of a GDN layer, or beside them."""
+        layer, rank = self.layer, self.value_dim
+        keys, values = layer.value_heads * layer.key_dim, layer.sections["v"]
+        biases = self._uniform("dt_bias", (layer.value_heads, layer.key_dim), device, "fp32") / 2
+        speeds = {}
+        if self.lower_bound != "none":
+            # With a bound of -5 the median memory of a head is 80 tokens (long) or 1.7 (ordinary), and five times as many with -1.
+            inputs = inputs.replaced(A_log=inputs.A_log - inputs.A_log.round(), dt_bias=2 * inputs.dt_bias - 2)
+            speeds = {"lower_bound": LOWER_BOUNDS[self.lower_bound], "A_log": inputs.A_log}
+        return {
+            **speeds,
+            "layer": layer,
+            "in_proj": self._uniform("in_proj", (sum(layer.sections.values()), layer.hidden), device) * scale_of(layer.hidden),
+            "decay_proj": self._uniform("decay_proj", (keys, rank), device) * scale_of(rank),
+            "gate_proj": self._uniform("gate_proj", (values, rank), device) * scale_of(rank),
+            "gate_bias": self._uniform("gate_bias", (values,), device),
+            "dt_bias": inputs.dt_bias.unsqueeze(-1) + biases,
+        }
+
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
+        """Return a random cotangent for every output, in its shape and dtype; for states only if they are returned.
+
+        The cotangent of the convolution's state is zero in column 0, which no call reads (oracles/conv.py). Cases of the
+        convolution alone (properties/modules/case.py) have other numbers there.
+        """
+        layer, count = self.layer, len(self.lengths)
+        result = {"y": self._tokens(self.whole().cotangents(device)["y"])}
+        if self.cached:
+            shape = (count, layer.value_heads, layer.key_dim, layer.value_dim)
+            result["final_state"] = self._uniform("dfinal_state", shape, device, "fp32")
+            result["conv_state"] = self._uniform("dconv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+            result["conv_state"][..., 0] = 0
+        return result
+
+    def pads(self) -> tuple[int, ...]:
+        """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
+        return pads_of(self._integers("pads", (len(self.lengths),), 63, "cpu").tolist(), self.lengths)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """Return the tokens [B, T, D] out of those of the whole case [1, T, D]."""
+        return x[:, : self.tokens].reshape(*self.batch, x.shape[-1]).contiguous()
+
+    def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
+        """Return numbers uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
+        dtype = dtype or self.dtype
+        whole = self._integers(name, shape, BITS[dtype], device)
+        return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
+
+    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
+        """Return integers uniform in [-2^(bits-1), 2^(bits-1))."""
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), bits))[0].view(shape)
+
+
+_SHARED = {field.name for field in dataclasses.fields(LayerCase)}

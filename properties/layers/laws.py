@@ -1,0 +1,209 @@
+"""What layers on one rank promise, the cases drawn inside that, and the laws of a layer as training and serving call it."""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.operation import Inputs
+from oracles.tolerance.bound import Bound
+from properties.laws import common as common_laws
+from properties.laws.common import view
+from properties.laws.far_views import FAR, far, far_examples, lacks_far
+from properties.laws.history import history_law
+from properties.laws.law import Bench, Blind, Law, Pair, either, examples_of, visible, with_others
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain, layer_cases
+from properties.words.domain import VIEWS
+from properties.words.example import Example
+
+GOING_ON = ("steps", "piece")
+
+
+def _future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Convolution, rule and norm of a token depend on no later token."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.hidden.shape[:2])
+    later = torch.where((place >= at).unsqueeze(-1), with_others(case).inputs().hidden, inputs.hidden)
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(hidden=later), cotangents)
+    yield f"y before token {at}", twice["y"][place < at], once["y"][place < at]
+
+
+def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The tokens after the prompt come one at a time, through the layer's recurrent counterpart if it has one, or in one piece.
+
+    Blind if losing the states after the prompt would stay within the tolerance.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = bench.call(case)
+    bounds = bench.bounds(inputs, None)
+    if example.variant == "steps" and bench.algorithm != "recurrent":
+        other = bench.bounds(inputs, None, "recurrent")
+        bounds = {name: bound.beside(other[name]) for name, bound in bounds.items()}
+    tail = {"y": bounds["y"].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
+    lost = bench.truth(_part(inputs, at, None, None), None)
+    if not visible({name: lost[name] for name in tail}, tail):
+        raise Blind("states lost after the prompt would not show")
+    got = bench.run(inputs.replaced(hidden=inputs.hidden[:, :at]), None)
+    rows, ends = [got["y"]], [at, *(range(at + 1, case.lengths[0]) if example.variant == "steps" else ()), case.lengths[0]]
+    for start, stop in itertools.pairwise(ends):
+        part = _part(inputs, start, stop, got)
+        got = bench.run(part, None, counterpart=example.variant == "steps")
+        rows.append(got["y"])
+    yield f"y going on after {at} tokens", torch.cat(rows, 1), bounds["y"]
+    for name in ("final_state", "conv_state"):
+        yield f"{name} going on after {at} tokens", got[name], bounds[name]
+
+
+def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:
+    """Return the call of tokens start..stop with the states that the previous call returned."""
+    states = (
+        {"state": None, "conv_state": None} if after is None else {"state": after["final_state"], "conv_state": after["conv_state"]}
+    )
+    return inputs.replaced(hidden=inputs.hidden[:, start:stop], **states)
+
+
+def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, cotangents = bench.call(example.case)
+    how, tensors = example.variant or "", {"hidden": inputs.hidden, **({} if cotangents is None else {"y": cotangents["y"]})}
+    views = (
+        far(bench.domain, example.case.spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    )
+    inputs = inputs.replaced(hidden=views.pop("hidden"))
+    turned = None if cotangents is None else {**cotangents, **views}
+    bounds: dict[str, Bound] = bench.bounds(inputs, turned)
+    for name, got in bench.run(inputs, turned).items():
+        yield f"{name} from {how.replace('_', ' ')} hidden states", got, bounds[name]
+
+
+def _promises(name: str) -> Callable[[LayerDomain], str | None]:
+    def needs(domain: LayerDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def _prompts(case: LayerCase) -> range:
+    """Return the lengths that a prompt may have."""
+    return range(1, case.lengths[0]) if not case.packed and case.cached and not case.backward else range(0)
+
+
+@st.composite
+def _cache_examples(draw: st.DrawFn, domain: LayerDomain) -> Example:
+    """Draw short cases for both variants, because a convolution's state is not full at first, and long cases only for one piece.
+
+    Long cases have more than one chunk. No case has options, which the recurrent counterpart may lack.
+    """
+    domain = common_laws.plain(domain)
+    serving: dict[str, Any] = {"packed": False, "cached": True, "backward": False, "gate": "long"}
+    short, long = layer_cases(domain, longest=12, total=24, **serving), layer_cases(domain, sequences=(1, 1), longest=90, **serving)
+    chance: random.Random = draw(st.randoms(use_true_random=True))
+    brief = chance.random() < 2 / 3
+    case = draw((short if brief else long).filter(lambda case: len(_prompts(case)) > 0))
+    early = [at for at in _prompts(case) if at < case.conv_width]
+    at = chance.choice(early if brief and chance.random() < 1 / 2 and early else _prompts(case))
+    return Example(case, at, chance.choice(GOING_ON) if brief else "piece")
+
+
+def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
+    return "packed=no state=none" if case.packed or case.state != "none" else None
+
+
+LAYER_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "the output, the states and every gradient, those of parameters included, equal the float64 definition",
+            lambda domain: examples_of(layer_cases(domain)),
+            common_laws.oracle,
+        ),
+        Law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone, through convolution and rule",
+            lambda domain: examples_of(
+                layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), common_laws.several
+            ),
+            common_laws.packed,
+            common_laws.first_of(_promises("packed"), _promises("batched")),
+            place=common_laws.several,
+            lacks=common_laws.has_words(packed="yes"),
+        ),
+        Law(
+            "samples",
+            "exact",
+            "changing one sequence changes nothing of the others, bit for bit",
+            lambda domain: examples_of(layer_cases(domain, sequences=(2, 3), longest=40), common_laws.several),
+            common_laws.samples,
+            place=common_laws.several,
+        ),
+        Law(
+            "future",
+            "exact",
+            "later tokens change no earlier output, neither through convolution nor rule nor norm, bit for bit",
+            lambda domain: examples_of(layer_cases(domain), common_laws.inner),
+            _future,
+            place=common_laws.inner,
+        ),
+        Law(
+            "left_padding",
+            "truth",
+            "padding at the start of rows, which the attention mask leaves out, changes nothing",
+            lambda domain: examples_of(
+                layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
+            ),
+            common_laws.left_padding,
+            common_laws.first_of(_promises("attention_mask"), _promises("batched")),
+            lacks=_padded_lacks,
+        ),
+        Law(
+            "cache",
+            "truth",
+            "a prompt in one call, then the other tokens one at a time or in one call, give what one call for all tokens gives",
+            _cache_examples,
+            _cache,
+            common_laws.first_of(_promises("caches"), _promises("batched")),
+            variants=GOING_ON,
+            place=_prompts,
+            within=common_laws.plain,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
+            lambda domain: examples_of(layer_cases(domain)),
+            common_laws.memory,
+        ),
+        history_law(functools.partial(layer_cases, longest=20)),
+        Law(
+            "strides",
+            "truth",
+            "hidden states and their cotangents may have any strides",
+            lambda domain: either(
+                [examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS)] * 3
+                + [far_examples(domain, {"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})]
+            ),
+            _strides,
+            _promises("views"),
+            variants=(*VIEWS, *FAR),
+            lacks=lacks_far,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither hidden states, parameters nor states, nor the memory around them",
+            lambda domain: examples_of(layer_cases(domain, longest=40)),
+            common_laws.pure,
+        ),
+    )
+}

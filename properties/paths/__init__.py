@@ -1,0 +1,1 @@
+"""Paths: operations on the ranks of a mesh."""

@@ -1,0 +1,280 @@
+"""Cases of parallel paths: one printable line for a layer's or a kernel's call and the way its ranks share it.
+
+As in properties/rules/numbers.py, every number comes from a counter, so the same line gives the same bits everywhere.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles import parallel
+from oracles.arithmetic.counter import integers, mix_number
+from oracles.arithmetic.rounding import BITS
+from oracles.conv import CAUSAL_CONV1D
+from oracles.layer import GDN_LAYER, Layer
+from oracles.operation import DTYPES, Inputs, Operation
+from oracles.operations import RULES
+from oracles.parallel import Layout
+from oracles.sharding import Mesh
+from properties.rules.case import Case
+from properties.words.line import Line, check_choices, text_of
+
+LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
+PADDINGS = ("none", "least", "more")
+GATES = ("long", "ordinary", "mixed")
+VALUES = ("ordinary", "scaled")
+# Published changes of Megatron-LM's layer, each as a choice that must not change the result; the first value is the older form.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "conv": ("torch", "fla"),
+    "qk_norm": ("separate", "combined", "in_kernel"),
+    "thd_all_to_all": ("per_sequence", "fused"),
+    "rule": ("torch", "fla"),
+}
+MAX_RANKS, MAX_TOKENS, MAX_WIDTH = 1024, 2**20, 8192
+MOST_WIDTH = 1024  # of heads, K and V
+
+_FIELDS: dict[str, Sequence[str]] = {
+    "operation": ("gdn_layer", "causal_conv1d", *RULES),
+    "layout": LAYOUTS,
+    "padding": PADDINGS,
+    "dtype": tuple(DTYPES),
+    "gate": GATES,
+    "values": VALUES,
+    "offsets": ("int64", "int32"),
+    **CHOICES,
+}
+# A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
+_CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
+_STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelCase(Line):
+    """One example of a path that tp x cp ranks share. Fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are tokens per sequence. If packed (THD), sequences follow each other along the tokens, and each is padded as
+    `padding` says. Pad tokens are at the end of their sequence and are computed like any other. Otherwise (SBHD) the sequences are
+    a batch, and each is cut in the same way. `layout` says which tokens a CP rank has; with `sp` these are also cut over tp. The
+    fields named in CHOICES select a form of the implementation.
+
+    ValueError for a field outside its choices or range, or for lengths that the ranks cannot share.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", "recompute"),
+        *CHOICES,
+    )
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+
+    lengths: tuple[int, ...]
+    operation: str = "gdn_layer"
+    tp: int = 1
+    cp: int = 1
+    sp: bool = False
+    layout: str = "zigzag"
+    packed: bool = False
+    padding: str = "none"
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 8
+    value_dim: int = 8
+    hidden: int = 8
+    conv_width: int = 4
+    dtype: str = "fp32"
+    gate: str = "long"
+    values: str = "ordinary"
+    conv_bias: bool = False
+    allow_neg_eigval: bool = False
+    offsets: str = "int64"
+    backward: bool = True
+    conv: str = "torch"
+    qk_norm: str = "separate"
+    thd_all_to_all: str = "per_sequence"
+    rule: str = "torch"
+    deterministic: bool = False
+    recompute: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _FIELDS)
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
+        for name, most in (("tp", MAX_RANKS), ("cp", MAX_RANKS), ("hidden", MAX_WIDTH), ("conv_width", 64)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        for name in ("heads", "value_heads", "key_dim", "value_dim"):
+            if not 1 <= getattr(self, name) <= MOST_WIDTH:
+                raise ValueError(f"{name} must be in 1..{MOST_WIDTH}, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
+        if self.value_heads % self.heads:
+            raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        if not self.packed and self.padding != "none":
+            raise ValueError(f"padding must be none unless packed=yes, got {self.padding}")
+        if self.operation != "gdn_layer" and (self.tp > 1 or self.sp or self.padding != "none"):
+            raise ValueError(f"op={self.operation} must have tp=1 sp=no padding=none, got {self}")
+        if self.operation == "gdn_layer" and self.layout != "zigzag":
+            raise ValueError(f"layout must be zigzag for op=gdn_layer, got {self.layout}")
+        if self.heads % (self.tp * self.cp if self.operation == "gdn_layer" else 1):
+            raise ValueError(f"heads must be a multiple of tp * cp = {self.tp * self.cp}, got {self.heads}")
+        if sum(self.padded) > MAX_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.padded)}")
+        local_tokens = len(self.tokens_of_ranks()[0])  # raises ValueError for lengths that the layout cannot cut
+        if self.sp and local_tokens % self.tp:
+            raise ValueError(f"sp=yes needs a multiple of tp = {self.tp} tokens on every CP rank, got {local_tokens}")
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of ranks that share the case."""
+        return Mesh(self.tp, self.cp)
+
+    @property
+    def layer(self) -> Layer:
+        """The widths of the layer."""
+        return Layer(self.hidden, self.heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return {"gdn_layer": GDN_LAYER, "causal_conv1d": CAUSAL_CONV1D}.get(self.operation) or self.call().spec
+
+    @functools.cached_property
+    def padded(self) -> tuple[int, ...]:
+        """Tokens per sequence with padding: the least multiple of 2 cp, or with `more` 2 cp tokens beyond that."""
+        if self.padding == "none":
+            return self.lengths
+        least = parallel.padded_lengths(self.lengths, 2 * self.cp)
+        return tuple(length + (2 * self.cp if self.padding == "more" else 0) for length in least)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all sequences together, padding included."""
+        return sum(self.padded)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The two axes of tokens: [1, T] if packed, otherwise [B, T]."""
+        return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+
+    def starts(self) -> list[int]:
+        """Return the first token of each sequence, and the end of the last sequence, padding included."""
+        return [0, *itertools.accumulate(self.padded)]
+
+    def tokens_of_ranks(self) -> Layout:
+        """Return the tokens along axis 1 of `batch` that each CP rank has, in its order.
+
+        ValueError for lengths that the layout cannot cut.
+        """
+        lengths = list(self.padded) if self.packed else [self.lengths[0]]
+        return _layout(self.layout, tuple(lengths), self.cp)
+
+    def cu_seqlens(self, device: str | None = None, *, padded: bool = True) -> Tensor | None:
+        """Return the offsets [N + 1] of the padded or of the real sequences; None for a batch."""
+        if not self.packed:
+            return None
+        offsets = [0, *itertools.accumulate(self.padded if padded else self.lengths)]
+        return torch.tensor(offsets, dtype=getattr(torch, self.offsets), device=device)
+
+    def call(self) -> Case:
+        """Return the kernel's call that the ranks share, if the operation is a rule."""
+        return Case(
+            self.lengths,
+            self.operation,
+            packed=self.packed,
+            heads=self.heads,
+            value_heads=self.value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+            gate={"long": "1000", "ordinary": "10", "mixed": "mixed"}[self.gate],
+            values=self.values,
+            qk_norm=self.qk_norm == "in_kernel",
+            offsets=self.offsets,
+            backward=self.backward,
+            seed=self.seed,
+        )
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """Return the inputs of the whole call by the operation's contract; for a layer, hidden [B, T, D] and every parameter."""
+        if self.operation == "causal_conv1d":
+            channels, taps = self.value_heads * self.value_dim, self.conv_width
+            return Inputs(
+                x=self._uniform("x", (*self.batch, channels), device),
+                weight=self._uniform("weight", (channels, taps), device),
+                bias=self._uniform("bias", (channels,), device) if self.conv_bias else None,
+                cu_seqlens=self.cu_seqlens(device),
+                activation="silu",
+            )
+        if self.operation != "gdn_layer":
+            return self.call().inputs(device).replaced(output_final_state=False)
+        layer = self.layer
+        channels, outputs = layer.offsets()["z"], sum(layer.sections.values())
+        hidden = self._uniform("hidden", (*self.batch, layer.hidden), device)
+        if self.values == "scaled":  # by 2^-4..2^3, for each token
+            powers = torch.tensor([2.0**power for power in range(-4, 4)], device=device, dtype=hidden.dtype)
+            hidden = hidden * powers[self._integers("scale", self.batch, 3, device) + 4].unsqueeze(-1)
+        centres = torch.tensor([_CENTRES["long"], _CENTRES["ordinary"]], device=device)
+        of_head = torch.arange(layer.value_heads, device=device) % 2 if self.gate == "mixed" else self.gate == "ordinary"
+        a_log, dt_bias = centres[torch.as_tensor(of_head, device=device).long()].expand(layer.value_heads, 2).unbind(-1)
+        return Inputs(
+            layer=layer,
+            hidden=hidden,
+            in_proj=self._uniform("in_proj", (outputs, layer.hidden), device) * scale_of(layer.hidden),
+            conv=self._uniform("conv", (channels, layer.conv_width), device),
+            conv_bias=self._uniform("conv_bias", (channels,), device) / 2 if self.conv_bias else None,
+            A_log=a_log + self._uniform("A_log", (layer.value_heads,), device, "fp32"),
+            dt_bias=dt_bias + self._uniform("dt_bias", (layer.value_heads,), device, "fp32"),
+            norm=1 + self._uniform("norm", (layer.value_dim,), device) / 4,
+            out_proj=self._uniform("out_proj", (layer.hidden, layer.sections["v"]), device) * scale_of(layer.sections["v"]),
+            cu_seqlens=self.cu_seqlens(device),
+            eps=1e-6,
+            allow_neg_eigval=self.allow_neg_eigval,
+        )
+
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
+        """Return a random cotangent of the output that the ranks share, in its shape and dtype."""
+        if self.operation == "gdn_layer":
+            return {"y": self._uniform("dy", (*self.batch, self.hidden), device)}
+        if self.operation == "causal_conv1d":
+            return {"y": self._uniform("dy", (*self.batch, self.value_heads * self.value_dim), device)}
+        return {"o": self.call().cotangents(device)["o"]}
+
+    def tagged(self, shape: tuple[int, ...], device: str | None = None) -> Tensor:
+        """Return distinct whole numbers in float32, which are exact for up to 2^24 of them; ValueError for more."""
+        count = math.prod(shape)
+        if count > 2**24:
+            raise ValueError(f"tagged numbers must be at most 2^24, got {count}")
+        return torch.arange(-(count // 2), count - count // 2, dtype=torch.float32, device=device).reshape(shape)
+
+    def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
+        """Return numbers uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
+        dtype = dtype or self.dtype
+        whole = self._integers(name, shape, BITS[dtype], device)
+        return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
+
+    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
+        """Return integers uniform in [-2^(bits-1), 2^(bits-1))."""
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + 32 + _STREAMS.index(name)), bits))[0].view(shape)
+
+
+LAYOUT_OF = {"zigzag": parallel.zigzag, "zigzag_batch": parallel.zigzag_batch, "contiguous": parallel.contiguous}
+
+
+@functools.lru_cache(64)
+def _layout(name: str, lengths: tuple[int, ...], cp: int) -> Layout:
+    return LAYOUT_OF[name](lengths, cp)
+
+
+def scale_of(terms: int) -> float:
+    """Return a power of two near the root of 3 / terms, which keeps a sum of that many products of the order of 1."""
+    return 2.0 ** -round(math.log2(max(terms / 3, 1)) / 2)

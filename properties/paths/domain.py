@@ -1,0 +1,409 @@
+"""The domain of parallel paths: what an implementation that several ranks share promises, and cases drawn from it."""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from oracles.arithmetic.counter import mix_words
+from oracles.operation import DTYPES
+from properties.modules.case import MAX_CONV_WIDTH
+from properties.paths.case import CHOICES, LAYOUTS, MAX_RANKS, MAX_TOKENS, MOST_WIDTH, ParallelCase
+from properties.words.domain import check_sizes, check_tuples, check_whole
+from properties.words.names import known_fields
+
+COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
+FORMS = {"gdn_layer": 4}  # number of forms of these cases; FEW_FORMS if kernels of every case are compiled
+FEW_FORMS = 2
+MODEL_WIDTHS = (64, 128, 96)  # widths of keys and values as in models, and one that is not a power of two
+SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
+CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
+SHARED = 3 / 4  # share of a layer's cases with cp over 1
+LONGEST = 66
+MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
+OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")
+MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
+
+
+class Form(NamedTuple):
+    """What the kernels of a path are compiled for; `ranks` is tp * cp. On a GPU, each new form costs seconds of compilation."""
+
+    ranks: int
+    packed: bool
+    heads_a_rank: int
+    group: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    conv_bias: bool
+    dtype: str
+    offsets: str
+
+
+@known_fields
+@dataclasses.dataclass(frozen=True)
+class PathDomain:
+    """The calls for which a parallel path promises right results; by default all calls of a layer.
+
+    `ranks` is the number of available ranks: tp * cp is at most that. `tensor_parallel` and `context_parallel` say whether tp and
+    cp may be over 1. `exchange_ranks` is the same for exchanges without a layer, which can afford more simulated ranks.
+    `processes` says that the path needs ranks that are processes. `choices` has the values of each choice of the path, by name.
+    Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
+    HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
+    `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
+    shards are. `saves` says that it writes a checkpoint that ranks of another mesh load. `steps` says that its own training step
+    adds the gradients of parameters over the ranks. `recomputes` says that it can compute activations again in backward. `refills`
+    says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is the least number of
+    tokens in each piece that a CP rank holds.
+    `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
+    the chunk of the adapter.
+
+    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. A check on a GPU sets
+    `forms` (see `with_forms`): cases whose kernels are compiled have one of these forms, with widths from `compiled_widths`, or
+    from `widths` if that is empty.
+    """
+
+    operation: str = "gdn_layer"
+    ranks: int = 8
+    exchange_ranks: int = 64
+    processes: bool = False
+    tensor_parallel: bool = True
+    context_parallel: bool = True
+    sequence_parallel: bool = True
+    layouts: tuple[str, ...] = ("zigzag",)
+    packed: bool = True
+    batched: bool = True
+    padded: bool = True
+    empty: bool = True
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    offsets: tuple[str, ...] = ("int64", "int32")
+    grouped_heads: bool = True
+    widths: tuple[int, ...] = (8, 16, 4, 12)
+    equal_widths: bool = False
+    conv_widths: tuple[int, ...] = (4, 2, 3)
+    conv_bias: bool = True
+    negative_eigenvalues: bool = True
+    choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
+    slow: tuple[str, ...] = ()
+    longest: int = LONGEST
+    exchanges: bool = True
+    counts: bool = True
+    refuses: bool = True
+    checkpoints: bool = True
+    saves: bool = False
+    steps: bool = False
+    recomputes: bool = False
+    deterministic: bool = True
+    backward: bool = True
+    refills: bool = True
+    computes: bool = True
+    least_piece: int = 0
+    tf32: tuple[str, ...] = ()
+    compiled_widths: tuple[int, ...] = ()
+    forms: tuple[Form, ...] = ()
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
+        for name, most in (("ranks", MAX_RANKS), ("exchange_ranks", MAX_RANKS), ("longest", MAX_TOKENS)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+        check_tuples(self, ("layouts", LAYOUTS), ("dtypes", tuple(DTYPES)), ("offsets", ("int64", "int32")))
+        if self.operation == "gdn_layer" and self.layouts != ("zigzag",):
+            raise ValueError(f"layouts must be zigzag alone for gdn_layer, got {', '.join(self.layouts)}")
+        check_whole("widths", self.widths, MOST_WIDTH)
+        if self.compiled_widths != ():
+            check_whole("compiled_widths", self.compiled_widths, MOST_WIDTH)
+        check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
+        _check_choices(self.choices)
+        values = tuple(f"{name}={value}" for name, several in CHOICES.items() for value in several)
+        check_tuples(self, ("slow", values), ("tf32", values), least=0)
+        if self.operation != "gdn_layer" and not self.context_parallel:
+            raise ValueError(f"context_parallel must be True for {self.operation}, which ranks share in no other way, got False")
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+        if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:
+            raise ValueError(f"least_piece must be in 0..{MOST_PIECE}, got {self.least_piece!r}")
+        if not self.packed and self.longest < 4 * self.least_piece:
+            raise ValueError(
+                f"longest must be at least 4 * least_piece = {4 * self.least_piece} without packed sequences, because two ranks "
+                f"have up to four pieces of a sequence, got {self.longest}"
+            )
+        check_sizes(0, self.chunk)
+
+    def outside(self, case: ParallelCase) -> str | None:
+        """Return why `case` is outside the domain, or None."""
+        checks = (
+            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
+            (
+                case_ranks(case) <= max(self.ranks, self.exchange_ranks),
+                f"tp={case.tp} cp={case.cp} needs {case_ranks(case)} ranks, there are {max(self.ranks, self.exchange_ranks)}",
+            ),
+            (self.tensor_parallel or case.tp == 1, f"tp={case.tp}: tensor parallelism is not supported"),
+            (self.context_parallel or case.cp == 1, f"cp={case.cp}: context parallelism is not supported"),
+            (self.sequence_parallel or not case.sp, "sp=yes is not supported"),
+            (case.layout in self.layouts, f"layout={case.layout} is not among {', '.join(self.layouts)}"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.padded or case.padding == "none", f"padding={case.padding} is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
+            (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
+            (
+                case.conv_width in self.conv_widths,
+                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
+            ),
+            (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
+            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+            (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
+            (self.recomputes or not case.recompute, "recompute=yes is not supported"),
+            (
+                not self.forms or not _compiles(case) or form_of(case) in self.forms,
+                "its kernels are compiled for another form than those that this check draws",
+            ),
+            (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
+            *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PathDomain":
+        """Return the domain from the data of `to_json`."""
+
+        def frozen(value: Any) -> Any:
+            return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+        return cls(**{name: frozen(value) for name, value in data.items()})
+
+
+def _check_choices(choices: object) -> None:
+    """Raise ValueError unless choices are pairs of a name of CHOICES and a tuple of some of its values, each name once."""
+    pairs = choices if isinstance(choices, tuple) else (None,)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], tuple) for pair in pairs):
+        raise ValueError(f"choices must be pairs of a name and a tuple of values, got {choices!r}")
+    for name, values in pairs:
+        if name not in CHOICES:
+            raise ValueError(f"choices must name some of {', '.join(CHOICES)}, got {name!r}")
+        if not values or not {*values} <= {*CHOICES[name]}:
+            raise ValueError(f"choices must have some of {', '.join(CHOICES[name])} for {name}, got {values!r}")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError(f"choices must name each choice once, got {', '.join(name for name, _ in pairs)}")
+
+
+def case_ranks(case: ParallelCase) -> int:
+    """Return how many ranks share a case."""
+    return case.tp * case.cp
+
+
+def form_of(case: ParallelCase) -> Form:
+    """Return what the kernels of a case are compiled for."""
+    share = case_ranks(case) if case.operation == "gdn_layer" else 1
+    heads, group = case.heads // share, case.value_heads // case.heads
+    widths = (case.key_dim, case.value_dim, case.conv_width, case.conv_bias)
+    return Form(case_ranks(case), case.packed, heads, group, *widths, case.dtype, case.offsets)
+
+
+def with_forms(domain: PathDomain, seed: int) -> PathDomain:
+    """Return the domain with a few forms drawn from a seed, for cases whose kernels are compiled; the forms take turns in dtype."""
+    chance = random.Random(mix_words(seed, "forms"))  # noqa: S311 - seeded, and not for secrets
+    widths, forms = domain.compiled_widths or domain.widths, []
+    for number in range(FORMS.get(domain.operation, FEW_FORMS)):
+        packed = chance.choice([choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can])
+        forms.append(
+            Form(
+                chance.randint(min(2, domain.ranks), domain.ranks),
+                packed,
+                chance.choice((1, 2)),
+                chance.choice((1, 2)) if domain.grouped_heads else 1,
+                key_dim := chance.choice(widths),
+                key_dim if domain.equal_widths else chance.choice(widths),
+                chance.choice(domain.conv_widths),
+                domain.conv_bias and chance.choice((False, True)),
+                domain.dtypes[(seed + number) % len(domain.dtypes)],
+                chance.choice(domain.offsets) if packed else "int64",
+            )
+        )
+    return dataclasses.replace(domain, forms=tuple(forms))
+
+
+def _compiles(case: ParallelCase) -> bool:
+    """Whether kernels of a case are compiled; in a layer, only those of flash-linear-attention are."""
+    return case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)
+
+
+def _piece(case: ParallelCase) -> int:
+    """Return the tokens in each piece that a CP rank holds; for zigzag, whose pieces differ, those of all its pieces together."""
+    return len(case.tokens_of_ranks()[0]) // (2 if case.layout == "zigzag_batch" else 1)
+
+
+@st.composite
+def path_cases(
+    draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, *, chunked: float = CHUNKED, **fixed: Any
+) -> ParallelCase:
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
+
+    A share of `chunked` of the cases has two chunks or more on every rank; the others have about `tokens` tokens. If there are
+    several ranks, every case is shared. ValueError if 1000 attempts give no legal case.
+    """
+    chance = draw(st.randoms(use_true_random=True))
+    large = domain.computes and domain.longest >= LONGEST and chance.random() < chunked
+    for attempt in range(1000):
+        try:
+            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed, large=large)
+        except ValueError:
+            continue  # the layout does not divide the tokens: draw again
+        if domain.outside(case) is None:
+            return case
+    raise ValueError(f"no legal case was drawn in 1000 attempts for {domain} with {fixed}")
+
+
+@functools.cache
+def _meshes(ranks: int, *, tensor_parallel: bool, context_parallel: bool) -> tuple[tuple[int, int], ...]:
+    """Return the meshes (tp, cp) of up to `ranks` ranks, of one rank only if there are no more."""
+    tps, cps = (range(1, ranks + 1) if parallel else (1,) for parallel in (tensor_parallel, context_parallel))
+    return tuple((tp, cp) for tp in tps for cp in cps if min(ranks, 2) <= tp * cp <= ranks) or ((1, 1),)
+
+
+def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool) -> ParallelCase:
+    def field(name: str, choices: Sequence[Any]) -> Any:
+        options = fixed.get(name, tuple(choices))
+        return chance.choice(options) if isinstance(options, tuple) else options
+
+    layer = domain.operation == "gdn_layer"
+    meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel, context_parallel=domain.context_parallel))
+    if domain.forms:
+        fixed = _of_a_form(chance, domain, meshes, fixed)
+    if large or chance.random() < SHARED:
+        meshes = [mesh for mesh in meshes if mesh[1] > 1] or meshes
+    wide = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
+    tp, cp = field("mesh", wide if wide and chance.random() < 1 / 2 else meshes)
+    layout = field("layout", domain.layouts)
+    packed = field(
+        "packed", [choice for choice, can in ((True, domain.packed), (True, domain.packed), (False, domain.batched)) if can]
+    )
+    padding = field("padding", ("none", "least", "more")) if packed and domain.padded and layer else "none"
+    sp = tp > 1 and domain.sequence_parallel and field("sp", (False, True))
+    unit = (2 * cp if layout.startswith("zigzag") else cp) * (tp if sp else 1)
+    if large:
+        lengths = _of_chunks(chance, domain, layout, unit, cp, packed=packed, padded=padding != "none")
+    else:
+        lengths = _lengths(chance, domain, layout, unit, tokens, packed=packed, padded=padding != "none")
+    share = tp * cp if layer else 1
+    heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 and not large else (1,))
+    value_heads = heads * (field("group", (1, 2) if large else (1, 2, 2, 3)) if domain.grouped_heads else 1)
+    key_dim = field("key_dim", domain.widths)
+    values = {}
+    for name, choices in domain.choices:
+        setting = fixed.get(name)
+        several = setting if isinstance(setting, tuple) else _weighted(chance, name, choices, domain, slow=not large)
+        values[name] = setting if setting in choices else chance.choice(several)
+    return ParallelCase(
+        lengths,
+        domain.operation,
+        tp=tp,
+        cp=cp,
+        sp=sp,
+        layout=layout,
+        packed=packed,
+        padding=padding,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=key_dim if domain.equal_widths else field("value_dim", domain.widths),
+        hidden=field("hidden", (8, 12, 32)),
+        conv_width=field("conv_width", domain.conv_widths),
+        dtype=field("dtype", ("fp32", *domain.dtypes) if "fp32" in domain.dtypes else domain.dtypes),
+        gate=field("gate", ("long", "ordinary", "mixed")),
+        values=field("values", ("ordinary", "scaled")),
+        conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
+        allow_neg_eigval=layer and domain.negative_eigenvalues and field("allow_neg_eigval", (False, True)),
+        offsets=field("offsets", domain.offsets) if packed else "int64",
+        backward=domain.backward and field("backward", (True,)),
+        deterministic=domain.deterministic and field("deterministic", (False, True)),
+        recompute=domain.recomputes and field("recompute", (False, True)),
+        seed=chance.randrange(2**16),
+        **values,
+    )
+
+
+def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int, int]], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return the fixed fields of a case on a GPU: a form if its kernels are compiled, else choices without compiled kernels."""
+    values: dict[str, tuple[str, ...]] = {}
+    if domain.operation == "gdn_layer":
+        for name, choices in domain.choices:
+            options = fixed.get(name, choices)
+            options = options if isinstance(options, tuple) else (options,)
+            values[name] = tuple(value for value in options if value in choices) or choices
+        plain = {name: tuple(value for value in several if value != "fla") for name, several in values.items()}
+        compiled = plain != values and (not all(plain.values()) or chance.random() < COMPILED)
+        values = values if compiled else plain
+        if not compiled:
+            return {**fixed, **values}
+    form = chance.choice(domain.forms)
+    shared = tuple(mesh for mesh in meshes if mesh[0] * mesh[1] == form.ranks)
+    return {**form._asdict(), "mesh": shared, **fixed, **values}
+
+
+def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain, *, slow: bool) -> tuple[str, ...]:
+    """Return the quick values of a choice, and with `slow` one time in eight also the slow ones."""
+    quick = tuple(value for value in choices if f"{name}={value}" not in domain.slow)
+    return tuple(choices) if not quick or (slow and chance.random() < 1 / 8) else quick
+
+
+def _of_chunks(
+    chance: random.Random, domain: PathDomain, layout: str, unit: int, cp: int, *, packed: bool, padded: bool
+) -> tuple[int, ...]:
+    """Return lengths that give every rank two chunks or more, and that end anywhere in a chunk.
+
+    Beside the long sequence, a packed call has up to two short ones, at any place.
+    """
+    least = 2 * domain.chunk * cp
+    one = chance.randint(least, least + domain.chunk * cp)
+    if not packed:
+        return (-(-one // unit) * unit,)
+    lengths = [chance.choice(SHORT) for _ in range(chance.choice((0, 1, 2)))]
+    lengths.insert(chance.randint(0, len(lengths)), one)
+    if padded:
+        return tuple(lengths)
+    if layout == "zigzag":
+        return tuple(-(-length // unit) * unit for length in lengths)
+    return (*lengths[:-1], lengths[-1] - sum(lengths) % -unit)
+
+
+def _lengths(
+    chance: random.Random, domain: PathDomain, layout: str, unit: int, tokens: int, *, packed: bool, padded: bool
+) -> tuple[int, ...]:
+    """Return lengths that the layout can cut: multiples of `unit`, or only their total, or any lengths if they are padded."""
+    tokens = max(tokens, 2 * unit)
+    if not packed:
+        rows = chance.choice((1, 1, 2, 3))
+        return (unit * chance.randint(1, max(1, min(domain.longest, tokens // rows) // unit)),) * rows
+    count = chance.choice((1, 2, 3, 4, 4, chance.randint(5, 12)))
+    if padded:
+        drawn = [chance.choice(SHORT) for _ in range(count)]
+    elif layout == "zigzag":
+        drawn = [unit * chance.choice((1, 1, 2, 3, 5, 8)) for _ in range(count)]
+    else:
+        total = unit * chance.randint(1, max(1, tokens // unit))
+        cuts = sorted(chance.randint(0, total) for _ in range(count - 1))
+        drawn = [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
+        if not domain.empty:
+            drawn = [length for length in drawn if length]
+        return tuple(drawn)
+    if domain.empty:
+        drawn = [0 if chance.random() < 1 / 6 else length for length in drawn]
+    while len(drawn) > 1 and sum(drawn) > tokens:
+        drawn.pop()
+    return tuple(drawn)

@@ -1,0 +1,1 @@
+"""Pools: decoding and verifying drafts in a pool of states."""

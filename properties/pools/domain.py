@@ -1,0 +1,280 @@
+"""The domain of decoding on a pool of states, and cases drawn from it."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from oracles.operation import DTYPES
+from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
+from properties.rules.case import BETAS
+from properties.rules.domain import Domain
+from properties.rules.drawing import HEADS, decay_of, gates_of, keys_of, values_of
+from properties.words.domain import VIEWS, check_tuples
+from properties.words.lengths import EDGES
+from properties.words.names import known_fields
+from properties.words.options import Options, check_options, draw_options, frozen_options, outside_options
+
+LAYOUTS = ("kv", "vk")
+POOL_VIEWS = (*VIEWS, "fused")
+EVERY_RULE = Domain(backward=False)
+POOL_STATES = (*DTYPES, "input")
+# Fields that `rule` must leave out, each with the reason. `length_step` is about prompts of whole chunks, and a request has none.
+_OWN = "because a PoolDomain has {} itself"
+NOT_OF_POOLS = {
+    **dict.fromkeys(("state_dtypes", "final_dtype"), _OWN.format("state_dtypes, the dtypes of the pool,")),
+    **dict.fromkeys(("options", "exact_options"), _OWN.format("options")),
+    "longest": _OWN.format("most_tokens"),
+    **dict.fromkeys(("initial_states", "final_states"), "because every request of a pool has a state"),
+    "length_step": "because a request may have any number of tokens",
+    **dict.fromkeys(("left_out", "channel_decays", "lower_bounds"), "because decode has no such argument"),
+}
+
+
+@known_fields
+@dataclasses.dataclass(frozen=True)
+class PoolDomain:
+    """The calls for which a serving kernel promises right results; by default all calls without a choice of blocks.
+
+    `rule` says which tokens the kernel takes and which results it promises bit for bit. `most_tokens` is the largest number of
+    tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers
+    must leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros.
+    `accepts` says whether it can keep the state after a part of a draft, and `rejects` whether it can keep the state before the
+    draft, if no token is accepted. `in_place` says that it returns the pool that it was given. `blocks` are the numbers of value
+    channels that it can be told to process at a time.
+
+    `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and
+    its memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of
+    the pool; "input" means that of the tokens. `empty_first` says whether a packed request without tokens may stand before one
+    with tokens, if `rule.empty` is True. `trees` says whether the tokens of a request may be a tree, in which each follows any
+    earlier one. `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do
+    with the buffers of a CUDA graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots
+    may lie apart from each other in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views
+    of `Domain`, and "fused" for tokens that lie side by side in one tensor with others. `options` means the same as in Domain.
+
+    ValueError for a field outside its choices or range.
+    """
+
+    operation: str = "decode"
+    rule: Domain = EVERY_RULE
+    most_tokens: int = 130
+    padding_slots: tuple[str, ...] = PADDING_SLOTS
+    indices: tuple[str, ...] = ("int64", "int32")
+    fresh: bool = True
+    accepts: bool = True
+    rejects: bool = True
+    in_place: bool = True
+    blocks: tuple[int, ...] = ()
+    layout: str = "kv"
+    state_dtypes: tuple[str, ...] = ("fp32",)
+    trees: bool = False
+    empty_first: bool = True
+    refills: bool = True
+    graphs: bool = False
+    apart: bool = True
+    views: tuple[str, ...] = POOL_VIEWS
+    options: Options = ()
+
+    def __post_init__(self) -> None:
+        if self.operation != "decode":
+            raise ValueError(f"operation must be decode, got {self.operation!r}")
+        if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
+            raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
+        check_options(self.options)
+        for name, reason in NOT_OF_POOLS.items():
+            if getattr(self.rule, name) != getattr(Domain, name):
+                raise ValueError(f"rule must leave out {name}, {reason}, got {getattr(self.rule, name)!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
+            raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
+        check_tuples(self, ("padding_slots", PADDING_SLOTS), ("blocks", BLOCK_SIZES), least=0)
+        check_tuples(self, ("indices", ("int64", "int32")), ("state_dtypes", POOL_STATES), ("views", POOL_VIEWS))
+
+    def outside(self, case: PoolCase) -> str | None:
+        """Return why `case` is outside the domain, or None."""
+        longest = max(case.lengths)
+        kept = [count for count, length in zip(case.accepted_counts, case.lengths, strict=True) if length]
+        checks = (
+            (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
+            (
+                case.padded == "none" or case.padding_slot in self.padding_slots,
+                f"padding_slot={case.padding_slot} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
+            (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
+            (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
+            (self.rejects or min(kept, default=1) > 0, "accepted=any: keeping no token of a draft is not supported"),
+            (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
+            (
+                self.empty_first or case.lengths == _empty_last(case.lengths),
+                "a request without tokens before others is not supported",
+            ),
+            (self.trees or case.drafts == "chain", f"drafts={case.drafts} is not supported"),
+            (
+                case.state_dtype in self.states_of(case.dtype),
+                f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}",
+            ),
+        )
+        found = next((reason for inside, reason in checks if not inside), None)
+        return found or outside_options(self.options, case.options) or self.rule.outside(case.call())
+
+    def states_of(self, dtype: str) -> tuple[str, ...]:
+        """Return the dtypes of the pool in calls whose tokens have a dtype."""
+        return tuple(dtype if name == "input" else name for name in self.state_dtypes)
+
+    @property
+    def block_choices(self) -> tuple[str, ...]:
+        """The possible values of a case's block_v."""
+        return ("default", *map(str, self.blocks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
+        """Return the domain from the data of `to_json`."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**{**fields, "rule": Domain.from_json(data["rule"]), "options": frozen_options(data.get("options", ()))})
+
+
+TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
+_NUMBERS = 2**17  # most numbers in a pool
+
+
+def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
+    """Draw the tokens of each request, and whether requests are packed.
+
+    A kind is "steps" (one token each), "drafts" (a few tokens) or "prompts" (a few tokens each, with one longer prompt among them).
+    """
+    rule, most = domain.rule, min(most, domain.most_tokens)
+    count = chance.choice((1, 2, 2, 3, 4, 5, 8, 9, chance.randint(6, 13)))
+    packed = rule.packed and (not rule.batched or chance.random() < 1 / 2)
+    kind = chance.choice(kinds)
+    if kind == "steps" or most == 1:
+        drawn = [1] * count
+    elif kind == "drafts" or not packed:
+        longest = chance.randint(2, min(most, 8))
+        drawn = [chance.randint(1, longest) if packed else longest for _ in range(count)]
+        drawn[chance.randrange(count) if packed else 0] = longest
+    else:
+        drawn = [min(most, chance.choice((1, 1, 1, 2, 3))) for _ in range(count)]
+        drawn[chance.randrange(count)] = chance.choice([n for n in (*EDGES, 16, 32, 64, 128) if n <= most])
+    if packed and rule.empty and count > 1:
+        drawn = [0 if chance.random() < 1 / 12 else length for length in drawn]
+        drawn = drawn if domain.empty_first else [*_empty_last(drawn)]
+    return tuple(drawn) if max(drawn) else (1, *drawn[1:]), packed
+
+
+def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths with the zeros last, and otherwise in their order."""
+    return tuple(sorted(lengths, key=lambda length: length == 0))
+
+
+@st.composite
+def pool_cases(
+    draw: st.DrawFn,
+    /,
+    domain: PoolDomain,
+    most: int = 130,
+    kinds: tuple[str, ...] = ("steps", "steps", "drafts", "prompts"),
+    **fixed: Any,
+) -> PoolCase:
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
+
+    `most` limits the tokens of a request, and `kinds` are the kinds of `requests`.
+    """
+    chance = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        values = fixed.get(name, choices)
+        return chance.choice(values) if isinstance(values, tuple) else values
+
+    for name, allowed, simplest in (("gate", domain.rule.gates, "forever"), ("values", domain.rule.values, "ordinary")):
+        if isinstance(fixed.get(name), tuple):
+            fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
+
+    def which(name: str, choices: tuple[str, ...]) -> str:
+        values = fixed.get(name, choices)
+        allowed = [
+            choice for choice in (values if isinstance(values, tuple) else (values,)) if len(lengths) > 1 or choice != "some"
+        ]
+        chosen: str = chance.choice(allowed or ["none"])
+        return chosen
+
+    rule = domain.rule
+    lengths, packed = requests(chance, domain, most, kinds)
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (rule.grouped_heads or pair[0] == pair[1]))
+    )
+    # The time of an interpreted kernel grows with its requests, heads and width.
+    size = value_heads * len(lengths) * (2 if max(lengths) > 8 else 1)
+    wide = chance.choice((16, 32, 64, 128)) if size <= 8 else chance.choice((16, 64)) if size <= 16 else 16
+    key_dim = field("key_dim", keys_of(rule, wide))
+    value_dim = field("value_dim", values_of(rule, wide))
+    if rule.equal_widths or (rule.has_value(key_dim) and chance.random() < 1 / 3):
+        value_dim = key_dim
+    spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
+    room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
+    kernel = _of_kernel(field, domain)
+    dtype = field("dtype", rule.dtypes)
+    if kernel.get("state_dtype") == "input":
+        kernel["state_dtype"] = dtype
+    gates = gates_of(rule, kernel.get("in_kernel", rule.in_kernel[0]), kernel)
+    case = PoolCase(
+        lengths,
+        packed=packed,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        gate=field("gate", gates),
+        gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
+        beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
+        values=field("values", tuple(v for v in PoolCase.CHOICES["values"] if v in rule.values)),
+        state=field("state", ("zero", "random", "random", "random")),
+        scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in rule.drawn_scales)),
+        qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
+        offsets=field("offsets", rule.offsets) if packed else "int64",
+        spare=min(spare, max(1, room)),
+        free=field("free", FREE),
+        padding_slot=field("padding_slot", domain.padding_slots or ("-1",)),
+        padded=which("padded", ("none", "none", "some")) if domain.padding_slots else "none",
+        fresh=which("fresh", ("none", "none", "some", "all")) if domain.fresh else "none",
+        accepted=field("accepted", ("all", "some", "any") if domain.rejects else ("all", "some"))
+        if domain.accepts and max(lengths) > 1
+        else "all",
+        indices=field("indices", domain.indices),
+        seed=chance.randrange(2**16),
+        block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice
+        rule=rule.operation,
+        **kernel,
+        drafts=field("drafts", ("chain", "tree", "tree")) if domain.trees and 1 < max(lengths) <= TREE else "chain",
+    )
+    if case.call().gate_inside and rule.parameter_dtypes != ("fp32",):  # drawn last, so that other words do not depend on it
+        case = dataclasses.replace(case, parameter_dtype=field("parameter_dtype", rule.parameter_dtypes))
+    if case.qk_norm:
+        eps, forms = rule.qk_norm_eps, rule.qk_norm_forms
+        case = dataclasses.replace(
+            case,
+            qk_norm_eps=field("qk_norm_eps", eps) if len(eps) > 1 else eps[0],
+            qk_norm_form=field("qk_norm_form", forms) if len(forms) > 1 else forms[0],
+        )
+    return dataclasses.replace(case, options=draw_options(chance, domain.options))
+
+
+def _of_kernel(field: Callable[[str, tuple[Any, ...]], Any], domain: PoolDomain) -> dict[str, Any]:
+    """Draw what few kernels leave open: what of gate and beta they compute, and the dtype of states."""
+    rule, words = domain.rule, dict[str, Any]()
+    if rule.in_kernel != ("none",):
+        words["in_kernel"] = field("in_kernel", rule.in_kernel)
+        words["dt_bias"] = (
+            field("dt_bias", (True, True, False) if rule.dt_bias else (True,)) if words["in_kernel"] in ("gate", "both") else True
+        )
+    if domain.state_dtypes != ("fp32",):
+        words["state_dtype"] = field("state_dtype", domain.state_dtypes)
+    return words | decay_of(field, rule, words.get("in_kernel", rule.in_kernel[0]))

@@ -1,0 +1,90 @@
+"""The law `history` of pools: what came before a call, or runs beside it, must not change its results."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from oracles.operation import Inputs
+from properties.laws.history import AT_ONCE, at_once
+from properties.laws.law import Bench, Blind, Pair, either, examples_of
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain, pool_cases
+from properties.pools.rows import equal, judged, meaningful, other_of
+from properties.words.example import Example
+
+
+def history(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Two runs of the same call with something between.
+
+    - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
+    - `shapes`: a call without the first request, and one with another request.
+    - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
+    - `refused`: a call in which a required tensor is None, so that most implementations raise.
+    - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
+    """
+    case = example.case
+    if example.variant in AT_ONCE:
+        yield from _at_once(bench, example)
+        return
+    inputs, meant = case.inputs(), meaningful(case)
+    bounds = bench.bounds(inputs, None)
+    if example.variant == "freed":
+        got = bench.renew(earlier_call(bench, case).inputs(), inputs, None)
+        yield from judged(got, bounds, meant, " in memory that an earlier call's tensors had")
+        return
+    once = bench.run(inputs, None)
+    if example.variant == "refused":
+        required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
+        bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
+        yield from judged(bench.run(inputs, None), bounds, meant, " after a call without a required tensor")
+        return
+    others = _other_requests(bench, case) if example.variant == "shapes" else [other_of(bench, case)]
+    if not others:
+        raise Blind("the domain has no other shapes for this case")
+    for between in others:
+        there = between.inputs()
+        if any(between.real):
+            yield from judged(bench.run(there, None), bench.bounds(there, None), meaningful(between), " after another call")
+    again = bench.run(inputs, None)
+    if bench.domain.rule.deterministic and example.variant is None:
+        yield from equal(again, once, meant, "of a call as an earlier one")
+    else:
+        yield from judged(again, bounds, meant, " of a call as an earlier one")
+
+
+def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
+    cases = [example.case, other_of(bench, example.case)]
+    calls: list[tuple[Inputs, None]] = [(case.inputs(), None) for case in cases]
+    limits = [bench.bounds(*call) for call in calls]
+    rule = bench.domain.rule
+    for number, results, what in at_once(bench, calls, rule, streams=example.variant == "streams"):
+        yield from judged(results, limits[number], meaningful(cases[number]), f" {what}")
+
+
+def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
+    """Return the case with other values, without its first request and with one more, as far as the domain allows that."""
+    found = []
+    for lengths in (case.lengths[1:], (*case.lengths, case.lengths[0])):
+        try:
+            between = dataclasses.replace(other_of(bench, case), lengths=lengths)
+        except ValueError:
+            continue
+        if bench.domain.outside(between) is None:
+            found.append(between)
+    return found
+
+
+def earlier_call(bench: Bench, case: PoolCase) -> PoolCase:
+    """Return the case with other values and slots and, if the requests are packed, their lengths in another order."""
+    before = other_of(bench, case)
+    rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
+    return before if bench.domain.outside(rotated) else rotated
+
+
+def histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
+    """Return examples of every history that can happen to calls of a domain. Two streams need a GPU."""
+    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
+    kinds += [("threads",)] if domain.rule.threads else []
+    kinds += [("streams",)] if gpu and domain.rule.streams else []
+    return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])

@@ -1,0 +1,1 @@
+"""Traces: what a serving engine is asked over several steps."""

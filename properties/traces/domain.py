@@ -1,0 +1,336 @@
+"""The domain of serving engines, and traces drawn from it."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+from hypothesis import strategies as st
+
+from oracles.operation import DTYPES
+from properties.traces.case import FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
+from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
+from properties.words.domain import check_spans, check_tuples, check_widths, inside
+from properties.words.lengths import widths
+from properties.words.names import known_fields
+
+EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
+CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
+_KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
+
+
+@known_fields
+@dataclasses.dataclass(frozen=True)
+class TraceDomain:
+    """The traces for which an engine promises right results; by default all traces with and without snapshots at 64 tokens.
+
+    `events` are the events that the engine knows, `most_tokens` is the largest number of tokens in a row of a prefill, and
+    `most_drafts` the largest number of tokens of a draft. `padding_slots` are the indices that padding rows may have, none if
+    batches have no padding. `most_padding` is the largest number of padding rows in an event. `prefill_padding` says whether a
+    prefill may have padding rows, and `empty` whether it may have rows of no tokens. `later_prompts` says whether a request that
+    has decoded or verified may get several tokens of a prompt in one step; it may always get one. `snapshots` are the possible
+    distances in tokens between places where a snapshot may be taken; 0 means that none is taken. `snapshot_dtype` is "state" if
+    snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens
+    and windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are
+    inclusive ranges in steps of `width_step`. `key_widths` and `value_widths` list the only widths; if they are not empty, they
+    replace the ranges. `batch_invariant` says that a row's bits do not depend on the other rows of its batch. `refills` says that
+    parameters and batches may be in tensors that an engine had before, filled again. `together` says that a process may use two
+    engines at the same time.
+
+    ValueError for a field outside its choices or range.
+    """
+
+    operation: str = "serving"
+    events: tuple[str, ...] = EVENTS
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    states: tuple[str, ...] = ("fp32", "bf16")
+    key_dims: tuple[int, int] = (4, 128)
+    value_dims: tuple[int, int] = (4, 128)
+    width_step: int = 1
+    grouped_heads: bool = True
+    widths: tuple[int, ...] = (2, 3, 4)
+    most_tokens: int = 130
+    most_drafts: int = MOST_DRAFTS
+    padding_slots: tuple[str, ...] = PADDING_SLOTS
+    most_padding: int = MOST_ROWS
+    prefill_padding: bool = True
+    empty: bool = True
+    later_prompts: bool = True
+    snapshots: tuple[int, ...] = (0, 64)
+    snapshot_dtype: str = "state"
+    indices: tuple[str, ...] = ("int64", "int32")
+    batch_invariant: bool = True
+    refills: bool = True
+    together: bool = True
+    key_widths: tuple[int, ...] = ()
+    value_widths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.operation != "serving":
+            raise ValueError(f"operation must be serving, got {self.operation!r}")
+        check_tuples(
+            self,
+            *(("events", EVENTS), ("dtypes", tuple(DTYPES)), ("states", tuple(DTYPES)), ("widths", CONV_WIDTHS)),
+            *(("snapshots", SNAPSHOTS), ("indices", ("int64", "int32"))),
+        )
+        check_tuples(self, ("padding_slots", PADDING_SLOTS), least=0)
+        if "prefill" not in self.events:
+            raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
+        if self.snapshot_dtype not in ("state", "input"):
+            raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
+        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS), ("most_padding", MOST_ROWS)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or not 1 <= number <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+        check_spans(self, "key_dims", "value_dims", most=MOST_WIDTH)
+        for name, span in (("key_widths", "key_dims"), ("value_widths", "value_dims")):
+            left = getattr(self, span) == getattr(TraceDomain, span) and self.width_step == 1
+            check_widths(name, getattr(self, name), span, left, MOST_WIDTH)
+
+    def outside(self, case: TraceCase) -> str | None:
+        """Return why `case` is outside the domain, or None."""
+        rows = [(step, row) for step in case.plan for row in step.rows]
+        unknown = [step for step in case.plan if _KINDS[step.kind] not in self.events]
+        prefill = [row for step, row in rows if step.kind == "p"]
+        longest = max((row.count for row in prefill), default=0)
+        padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
+        later = "" if self.later_prompts else _later_prompt(case)
+        checks = (
+            (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
+            (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
+            (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
+            (
+                case.pad in self.padding_slots or all(row.real for _, row in rows),
+                f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (
+                padding <= self.most_padding,
+                f"more than {self.most_padding} padding rows in an event are not supported, got {padding}",
+            ),
+            (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
+            (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
+            (not later, f"{later}: several tokens of a prompt after a decode are not supported"),
+            (case.snapshots in self.snapshots, f"snapshots={case.snapshots} is not among {', '.join(map(str, self.snapshots))}"),
+            *(
+                (getattr(case, name) in getattr(self, names), f"{name}={getattr(case, name)} is not among {_listed(self, names)}")
+                for name, names in (("dtype", "dtypes"), ("state", "states"), ("width", "widths"), ("indices", "indices"))
+            ),
+            *(
+                (has, f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}")
+                for name, has, width, span, listed in (
+                    ("key_dim", self.has_key(case.key_dim), case.key_dim, self.key_dims, self.key_widths),
+                    ("value_dim", self.has_value(case.value_dim), case.value_dim, self.value_dims, self.value_widths),
+                )
+            ),
+            (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} with value_heads={case.value_heads}"),
+        )
+        return next((reason for holds, reason in checks if not holds), None)
+
+    def has_key(self, width: int) -> bool:
+        """Whether K may be this width."""
+        return width in self.key_widths if self.key_widths else inside(width, self.key_dims, self.width_step)
+
+    def has_value(self, width: int) -> bool:
+        """Whether V may be this width."""
+        return width in self.value_widths if self.value_widths else inside(width, self.value_dims, self.width_step)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "TraceDomain":
+        """Return the domain from the data of `to_json`."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
+
+class _Decoded(set[str]):
+    """The requests that have decoded or verified, while a trace is read. A fork of such a request has decoded too."""
+
+    def follow(self, step: Step) -> None:
+        """Go on with a step."""
+        for row in step.rows:
+            if step.kind != "p" and row.real:
+                self.add(row.request)
+            elif row.begins:
+                self.discard(row.request)
+        if step.kind == "k":
+            self.discard(step.request)
+            if step.source in self and not step.snapshot:
+                self.add(step.request)
+
+
+def _later_prompt(case: TraceCase) -> str:
+    """Return the first event in which a request that has decoded gets several tokens of a prompt, or ""."""
+    decoded = _Decoded()
+    for step in case.plan:
+        if step.kind == "p" and any(row.count > 1 and row.request in decoded and not row.begins for row in step.rows):
+            return step.text
+        decoded.follow(step)
+    return ""
+
+
+def _listed(domain: TraceDomain, name: str) -> str:
+    return ", ".join(map(str, getattr(domain, name)))
+
+
+_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_LONG = (63, 64, 65, 66, 128, 130)
+VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
+_TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
+
+
+class _Author:
+    """Writes one trace, event by event, so that most events do something."""
+
+    def __init__(self, chance: random.Random, domain: TraceDomain, case: dict[str, Any], *, drafts: int) -> None:
+        self.chance, self.domain, self.drafts = chance, domain, drafts
+        self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
+        self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
+        self.heads = case["heads"]
+        self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
+        self.events: list[str] = []
+        self.tokens: dict[str, int] = {}  # before the last event
+        self.used: list[str] = []
+        self.admitted, self.left = 0, _TOKENS
+
+    def trace(self, events: int) -> str:
+        """Return a trace of about so many events, in which every slot had an owner and one slot had two."""
+        while len(self.events) < events or (self.admitted <= self.slots and len(self.events) < events + 8):
+            self.event()
+        return "/".join(self.events)
+
+    def event(self) -> None:
+        """Add an event, and sometimes the one that should follow at once."""
+        here, chance = sorted(self.roll.tokens), self.chance
+        ways: list[tuple[float, str, Callable[[], str]]] = [(3.0 if self.roll.room() else 0.5, "prefill", self.prefill)]
+        if here:
+            ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
+            ways.append((1.0 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
+            ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
+            ways.append((0.7 if self.roll.room() else 1.5, "preempt", lambda: f"r:{chance.choice(here)}"))
+            if self.roll.room():
+                ways.append((2.0 if self.roll.saved else 0.7, "fork", self.fork))
+            if self.roll.room() or self.roll.saved:
+                ways.append((1.0, "save", lambda: f"s:{self.padded(self.some())}"))
+        ways = [way for way in ways if way[1] in self.domain.events]
+        _, name, write = chance.choices(ways, [way[0] for way in ways])[0]
+        self.add(write())
+        if name == "free" and chance.random() < 2 / 3:  # free and admit at once
+            self.add(self.prefill())
+        if name == "preempt" and chance.random() < 3 / 4:
+            self.add(self.resumed())
+
+    def add(self, event: str) -> None:
+        before, self.tokens = len(self.roll.tokens), dict(self.roll.tokens)
+        step = self.roll.step(len(self.events) + 1, event)
+        self.events.append(event)
+        self.admitted += max(0, len(self.roll.tokens) - before)
+        if step:
+            self.left -= sum(row.count for row in step.rows)
+            self.decoded.follow(step)
+
+    def name(self, taken: Collection[str] = ()) -> str:
+        """Return a name for a new request: mostly a fresh one, sometimes that of a request that has left."""
+        gone = [name for name in self.used if name not in self.roll.tokens and name not in taken]
+        fresh = [name for name in _NAMES if name not in self.used] or gone
+        return self.chance.choice(gone) if gone and self.chance.random() < 1 / 6 else fresh[0]
+
+    def length(self) -> int:
+        """Return a number of tokens of a row of a prefill."""
+        most, chance = min(self.domain.most_tokens, max(3, self.left)), self.chance
+        edges = [number for number in _LONG if number <= most]
+        if self.snapshots:
+            edges += [number for number in (self.snapshots, self.snapshots + 1) if number <= most]
+        if edges and chance.random() < (1 / 2 if self.snapshots else 1 / 6):
+            return chance.choice(edges)
+        return chance.choice(
+            [number for number in (1, 2, 3, self.width - 1, self.width, 5, 1 + self.drafts) if 1 <= number <= most]
+        )
+
+    def prefill(self) -> str:
+        """Return a prefill of one or two new requests, or of further tokens of those that are there."""
+        chance, rows = self.chance, dict[str, int]()
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            room = self.slots - len(self.roll.tokens) - len(self.roll.saved) - len(rows)
+            here = [request for request in sorted(self.roll.tokens) if request not in rows]
+            if here and (room <= 0 or chance.random() < 1 / 3):
+                name, empty = chance.choice(here), self.domain.empty and chance.random() < 1 / 6
+                alone = name in self.decoded and not self.domain.later_prompts
+                rows[name] = 0 if empty else 1 if alone else self.length()
+            else:
+                name = self.name(rows)
+                self.used.append(name)
+                rows[name] = self.length()
+        return f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True)}"
+
+    def resumed(self) -> str:
+        """Return a prefill of the request that the last event preempted: of its old tokens, one more, or a part of them."""
+        request = self.events[-1][-1]
+        tokens = self.tokens[request]
+        count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
+        return f"p:{self.padded([f'{request}{count}'], prefill=True)}"
+
+    def decode(self) -> str:
+        return f"d:{self.padded(self.some())}"
+
+    def verify(self) -> str:
+        accepted = (self.chance.choice((1, self.drafts, self.chance.randint(1, self.drafts))) for _ in iter(int, 1))
+        return f"v{self.drafts}:{self.padded([f'{request}{next(accepted)}' for request in self.some()])}"
+
+    def fork(self) -> str:
+        chance = self.chance
+        if self.roll.saved and chance.random() < 3 / 4:
+            source = f"{chance.choice(sorted(self.roll.saved))}@"
+        else:
+            source = chance.choice(sorted(self.roll.tokens))
+        self.used.append(self.name())
+        return f"k:{self.used[-1]}<{source}"
+
+    def some(self) -> list[str]:
+        """Return some of the requests that are there, in any order."""
+        here = sorted(self.roll.tokens)
+        return self.chance.sample(here, self.chance.choice((len(here), len(here), self.chance.randint(1, len(here)))))
+
+    def padded(self, rows: list[str], *, prefill: bool = False) -> str:
+        """Return the rows with padding rows at any place."""
+        if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
+            for _ in range(min(self.chance.choice((1, 1, 2)), self.domain.most_padding)):
+                place = self.chance.randint(0, len(rows))
+                tokens = min(self.chance.choice((1, 2, 3)), self.domain.most_tokens) if prefill else ""
+                rows.insert(place, f"{PADDING}{tokens}")
+        return ",".join(rows)
+
+
+@st.composite
+def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceCase:
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
+    chance = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        value = fixed.get(name, choices)
+        return chance.choice(value) if isinstance(value, tuple) else value
+
+    heads, value_heads = field("groups", ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2)))
+    values = tuple(width for width in VALUE_WIDTHS if inside(width, domain.value_dims, domain.width_step))
+    keys = tuple(width for width in (16, 16, 8) if inside(width, domain.key_dims, domain.width_step))
+    fields: dict[str, Any] = {
+        "slots": field("slots", (3, 3, 4, 4, 5, 6)),
+        "pad": field("pad", domain.padding_slots or ("-1",)),
+        "heads": heads,
+        "value_heads": value_heads,
+        "key_dim": field("key_dim", domain.key_widths or keys or widths(domain.key_dims, domain.width_step, 16)),
+        "value_dim": field("value_dim", domain.value_widths or values or widths(domain.value_dims, domain.width_step, 16)),
+        "width": field("width", domain.widths),
+        "dtype": field("dtype", domain.dtypes),
+        "state": field("state", domain.states),
+        "gate": field("gate", GATES),
+        "snapshots": field("snapshots", domain.snapshots),
+        "free": field("free", FREE),
+        "indices": field("indices", domain.indices),
+    }
+    drafts = field("drafts", (1, 2, 3, 4, 5, 8))
+    events = field("events", (5, 7, 9))
+    author = _Author(chance, domain, fields, drafts=min(drafts, domain.most_drafts))
+    return TraceCase(author.trace(events), **fields, seed=chance.randrange(2**16))

@@ -1,0 +1,333 @@
+"""The laws of serving engines. A law plays a trace on an engine (properties/traces/play.py) and compares what the owners have.
+
+Outputs of padding rows mean nothing and are not judged. Outputs of rejected drafts are judged, because they decide what is
+rejected. Every comparison names the request and the event.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
+from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
+from properties.traces.domain import VALUE_WIDTHS, TraceDomain, trace_cases
+from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
+from properties.traces.rows import judged
+from properties.traces.tags import tags
+from properties.words.example import Example
+
+OTHERS = ("drafts", "padding", "free")
+HISTORIES = ("others", "turns", "again", "refill", "refused")
+
+
+def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """Owners keep every bit in steps that are not about them, and so do slots that nobody owns.
+
+    A fork, a swap and a transfer are copies of a state and a window.
+    """
+    case: TraceCase = example.case
+    was: dict[str, Slot] = {}
+    for moment in play(bench, case):
+        step = moment.step
+        changed = {name for row in step.rows if row.count for name in (row.request, f"{row.request}@" * (row.snapshot is not None))}
+        for owner, slot in sorted(moment.before.items()):
+            if owner in was:  # nothing happens between two steps
+                yield from _same(f"of {owner} before event {step.event}", slot, was[owner])
+            if owner in moment.after and owner not in changed and owner != step.request:
+                yield from _same(f"of {owner}, not in event {step.event}", moment.after[owner], slot)
+        for number, (earlier, later) in moment.idle.items():
+            yield from _same(f"in slot {number}, which nobody owns, after event {step.event}", later, earlier)
+        if step.kind == "k":
+            source = f"{step.source}@" if step.snapshot else step.source
+            yield from _same(
+                f"of {step.request}, a fork of {source} in event {step.event}", moment.after[step.request], was[source]
+            )
+        if step.kind in ("w", "t"):
+            what = "swap" if step.kind == "w" else "transfer"
+            yield from _same(
+                f"of {step.request} after its {what} in event {step.event}", moment.after[step.request], was[step.request]
+            )
+        was = dict(moment.after)
+
+
+def _same(where: str, got: Slot, want: Slot) -> Iterator[Pair]:
+    """Compare two slots bit for bit."""
+    for name, one, two in zip(("state", "window"), got.bits(), want.bits(), strict=True):
+        yield f"{name} {where}", one, two
+
+
+def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """Each step is judged from the bits that its requests had before it, so that errors of earlier steps do not add up.
+
+    Windows hold inputs, so they are judged bit for bit. States and windows must be finite after every step.
+    """
+    yield from judged(bench, example.case, play(bench, example.case))
+
+
+def _results(moments: Iterator[Moment]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a run keeps: the outputs of accepted tokens, and every owner's state and window, by name, as bits."""
+    for moment in moments:
+        step = moment.step
+        for place, row in enumerate(step.rows):
+            if row.real and row.count:
+                yield f"o of {row.request} in event {step.event}", bits(moment.rows[place][: row.accepted])
+        for owner, slot in sorted(moment.after.items()):
+            state, window = slot.bits()
+            yield f"state of {owner} after event {step.event}", state
+            yield f"window of {owner} after event {step.event}", window
+
+
+def _compared(once: Iterator[tuple[str, Tensor]], twice: Iterator[tuple[str, Tensor]], how: str) -> Iterator[Pair]:
+    """Compare what two runs keep, in the order of events, up to the first event in which they differ."""
+    for (name, want), (other, got) in zip(once, twice, strict=True):
+        assert name == other, (name, other)
+        yield f"{name} {how}", got, want
+        if not torch.equal(got, want):
+            return
+
+
+def _dropped(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    assert example.variant is not None
+    what = {"drafts": "rejected drafts", "padding": "padding rows", "free": "contents of slots that nobody owns"}[example.variant]
+    once, twice = (_results(play(bench, example.case, other=other)) for other in ((), (example.variant,)))
+    yield from _compared(once, twice, f"with other {what}")
+
+
+def _alone(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """In the second run every row of a batch is a call of its own."""
+    if all(len(step.rows) < 2 for step in example.case.plan):
+        raise Blind("no batch has two rows")
+    yield from _compared(
+        _results(play(bench, example.case)), _results(play(bench, example.case, apart=True)), "without its batch mates"
+    )
+
+
+def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """After every step each slot has one owner at most. At the end, when all have left, every slot can be had again."""
+    case: TraceCase = example.case
+    engines: list[Played] = []
+    for moment in play(bench, case, before=engines.append):
+        _check_slots(engines[0], case, moment)
+    engine = engines[0]
+    for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
+        engine.free(owner)
+    if left := sorted(engine.slots()):
+        raise Breach(f"a slot is still owned after every request was freed: {', '.join(left)}, {case.trace}")
+    for number in range(case.slots):
+        engine.admit([chr(ord("a") + number)])
+    slots = {*engine.slots().values()} & {*range(len(engine.states))} - {*engine.unowned, *engine.scratch()}
+    yield "owners of all slots", torch.tensor(len(slots)), torch.tensor(case.slots)
+
+
+def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
+    """Raise Breach if two owners share a slot, or if a slot is outside the pool or belongs to nobody."""
+    owners, where = dict[int, str](), f"after {moment.where} of {case.trace}"
+    for owner, slot in moment.slots.items():
+        if slot in engine.unowned:
+            raise Breach(f"a slot that belongs to nobody is handed out: {named(owner)} has slot {slot} {where}")
+        if not 0 <= slot < len(engine.states):
+            raise Breach(f"a slot is outside the pool: {named(owner)} has slot {slot} of {len(engine.states)} {where}")
+        if slot in owners:
+            raise Breach(f"a slot has two owners: {named(owners[slot])} and {named(owner)} have slot {slot} {where}")
+        owners[slot] = owner
+    shared = {*engine.scratch()} & {*owners, *engine.unowned}
+    if shared or len({*engine.scratch()}) < len(engine.scratch()):
+        slots = ", ".join(map(str, sorted(engine.scratch())))
+        raise Breach(f"a slot beside a request's own has another owner: the slots beside requests' own are {slots} {where}")
+
+
+def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """Before the second run, requests take all slots and give them back in another order. Blind if that moves nobody."""
+    case: TraceCase = example.case
+    names = [chr(ord("a") + number) for number in range(case.slots)]
+
+    def shuffle(engine: Played) -> None:
+        for name in names:
+            engine.admit([name])
+        for name in names[1::2] + names[::2][::-1]:
+            engine.free(name)
+
+    first, second = list(play(bench, case)), list(play(bench, case, before=shuffle))
+    if all(one.slots == two.slots for one, two in zip(first, second, strict=True)):
+        raise Blind("every request has the same slot in both runs")
+    yield from _compared(_results(iter(first)), _results(iter(second)), "in other slots")
+
+
+def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """Judge a trace as `session` does, after or beside another one with other tokens.
+
+    - `others`: another engine, with other parameters and perhaps another pool, plays its trace before.
+    - `turns`: the engines of both traces take turns, step by step.
+    - `again`: the same engine plays the other trace before, and every request is freed.
+    - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
+    - `refused`: another engine gets a batch of requests that it has not admitted, before.
+    """
+    case: TraceCase = example.case
+    other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
+    engine: Played | None = None
+    moments: Iterator[Moment] = iter(())
+    if example.variant == "again":
+        engine = bench.open(case.sizes())
+        _exhaust(play(bench, other, engine=engine))
+        for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
+            engine.free(owner)
+    elif example.variant == "turns":
+        if not bench.domain.together:
+            raise Blind("the domain has together=False")
+        moments = play(bench, other)
+    elif example.variant == "refused":
+        bench.attempt(bench.open(other.sizes()), other.batch(other.plan[0]))
+    else:
+        if example.variant == "refill" and not bench.domain.refills:
+            raise Blind("the domain has refills=False")
+        buffers: dict[Any, Any] | None = {} if example.variant == "refill" else None
+        _exhaust(play(bench, other, engine=bench.open(other.sizes(), buffers=buffers)))
+        engine = bench.open(case.sizes(), buffers=buffers)
+    yield from judged(bench, case, _in_turns(play(bench, case, engine=engine), moments))
+
+
+def _other(domain: TraceDomain, case: TraceCase, *, pool: bool) -> TraceCase:
+    """Return the case with other tokens and parameters and, with `pool`, half of the time with a larger pool."""
+    other = dataclasses.replace(case, seed=case.seed ^ 1)
+    if pool and case.seed % 2 and case.slots < MOST_SLOTS:
+        larger = dataclasses.replace(other, slots=case.slots + 1)
+        other = larger if domain.outside(larger) is None else other
+    return other
+
+
+def _exhaust(moments: Iterator[Moment]) -> None:
+    for _ in moments:
+        pass
+
+
+def _in_turns(moments: Iterator[Moment], others: Iterator[Moment]) -> Iterator[Moment]:
+    """Yield the moments of a trace. After each of them, another trace goes on by a step."""
+    next(others, None)
+    for moment in moments:
+        yield moment
+        next(others, None)
+
+
+def _histories(domain: TraceDomain) -> tuple[str, ...]:
+    """Return the histories that can happen to the engines of a domain."""
+    can = {"turns": domain.together, "refill": domain.refills}
+    return tuple(kind for kind in HISTORIES if can.get(kind, True))
+
+
+def _has(case: TraceCase, variant: str | None) -> str | None:
+    """Return what a case lacks for a variant of the law `dropped`, or None."""
+    rows = [row for step in case.plan for row in step.rows]
+    if variant == "drafts" and not any(row.real and row.accepted < row.count for row in rows):
+        return "a draft of which a part is rejected"
+    if variant == "padding" and all(row.real for row in rows):
+        return "a padding row"
+    if variant == "free" and case.free == "old":
+        return "free=zero|random|nan"
+    return None
+
+
+@st.composite
+def _others(draw: st.DrawFn, domain: TraceDomain) -> Example:
+    """Draw a case with a variant that it has something for."""
+    case = draw(trace_cases(domain, free=("zero", "random", "nan")))
+    return Example(case, None, draw(st.randoms(use_true_random=True)).choice([name for name in OTHERS if _has(case, name) is None]))
+
+
+def _tagable(case: TraceCase, _: str | None) -> str | None:
+    """Return what a case lacks for tags, or None."""
+    return None if case.value_dim >= TAG_CHANNELS else f"value_dim of at least {TAG_CHANNELS}"
+
+
+def _promises(name: str) -> Callable[[TraceDomain], str | None]:
+    def needs(domain: TraceDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def tag_widths(domain: TraceDomain) -> tuple[int, ...]:
+    """Return the widths of values that are wide enough for tags: those that are drawn, or the least one of the domain."""
+    usual = tuple(width for width in domain.value_widths or VALUE_WIDTHS if width >= TAG_CHANNELS and domain.has_value(width))
+    return usual or tuple(width for width in range(TAG_CHANNELS, MOST_WIDTH + 1) if domain.has_value(width))[:1]
+
+
+def _tag_channels(domain: TraceDomain) -> str | None:
+    return None if tag_widths(domain) else f"value_dim of at least {TAG_CHANNELS} is not supported"
+
+
+def _drawn(**fixed: Any) -> Callable[[TraceDomain], st.SearchStrategy[Example]]:
+    return lambda domain: examples_of(trace_cases(domain, **fixed))
+
+
+TRACE_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "session",
+            "truth",
+            "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
+            _drawn(),
+            _session,
+        ),
+        Law(
+            "tags",
+            "exact",
+            "states, windows and outputs hold the tags of accepted tokens and nothing else, exactly",
+            lambda domain: _drawn(free=("nan", "random", "old"), value_dim=tag_widths(domain))(domain),
+            tags,
+            _tag_channels,
+            lacks=_tagable,
+        ),
+        Law(
+            "ledger",
+            "exact",
+            "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
+            _drawn(free=("nan", "nan", "random")),
+            _ledger,
+        ),
+        Law(
+            "dropped",
+            "exact",
+            "rejected drafts, padding rows and slots that nobody owns may hold anything, bit for bit",
+            _others,
+            _dropped,
+            variants=OTHERS,
+            lacks=_has,
+        ),
+        Law(
+            "alone",
+            "exact",
+            "a request gets the same bits without the other rows of its batches, where that is promised",
+            _drawn(),
+            _alone,
+            _promises("batch_invariant"),
+        ),
+        Law(
+            "slots",
+            "exact",
+            "no slot has two owners, no slot is lost, and slots that belong to nobody are not handed out",
+            _drawn(),
+            _slots,
+        ),
+        Law(
+            "renamed",
+            "exact",
+            "which slots requests get does not matter: in other slots the bits are the same",
+            _drawn(),
+            _renamed,
+        ),
+        Law(
+            "history",
+            "truth",
+            "a trace gives what it gives in a fresh process, whatever traces came before it, and beside another engine",
+            lambda domain: all_variants(trace_cases(domain, events=(3, 5)), lambda _: _histories(domain)),
+            _history,
+            variants=HISTORIES,
+            of_process=True,
+        ),
+    )
+}

@@ -1,0 +1,522 @@
+"""The bench: calls an adapter for a law, checks every call, and provides the truth and the tolerances.
+
+Around every call, uninitialised memory is filled with poison, and we check that inputs are unchanged and that outputs have the
+shapes and dtypes of the operation's contract.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from oracles.operation import DTYPES, Inputs, Operation, gradient_name, sequences
+from oracles.tolerance import bound
+from oracles.tolerance.bound import Bound, Finer
+from properties.laws.law import Cotangents, Results, one_final_state, with_one_state, with_options
+from properties.rules.case import Case
+from verify.adapters.base import Adapter
+from verify.bench.addresses import Place
+from verify.bench.faults import AdapterFault, blamed, no_memory
+from verify.bench.guards import Copies, Guards, poisoned
+from verify.bench.memo import MEMO
+from verify.gpu import device as devices
+from verify.interpreter import races
+from verify.process.outcome import FailureKind, Finding
+from verify.process.stacks import Mark, marked
+from verify.reach import recorder
+
+T = TypeVar("T")
+
+
+TIMES = 3  # how often calls run at the same time
+HOLD_MS = 50.0  # for which a GPU waits, so that calls on several streams are launched before the first one runs
+
+
+class Timed:
+    """Seconds spent in the implementation and in the oracle."""
+
+    def __init__(self) -> None:
+        self.kernel_s = self.oracle_s = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, account: str) -> Iterator[None]:
+        """Add the seconds spent inside to `account`: "kernel_s" or "oracle_s"."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+
+
+class Ready(Protocol):
+    """The inputs and bounds of a case that were made together with those of others (verify/execution/shared_bounds.py)."""
+
+    def call(self) -> tuple[Inputs, Cotangents]:
+        """The case's inputs, and its cotangents if it has a backward."""
+
+    def bounds(self, algorithm: str) -> dict[str, Bound]:
+        """The case's bounds for a class of algorithm."""
+
+
+class AdapterBench(Timed):
+    """A Bench (properties/laws/law.py) for one adapter and one case."""
+
+    def __init__(
+        self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee", device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        self.law_device = device  # a law creates its tensors where the results are
+        self.counterpart = counterpart or adapter
+        self.domain = adapter.domain
+        self.says = adapter  # the adapter whose declarations a run is judged by
+        self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
+        self.impure: list[Finding] = []
+        self.lost = ""  # why the device can no longer be used; "" if it can
+        self.ready: Ready | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """The class of algorithm that a run is judged by."""
+        return self.says.algorithm
+
+    def call(self, case: Any) -> tuple[Inputs, Cotangents]:
+        """The inputs of a case and, if it has a backward, its cotangents, all on the device."""
+        with self.timed("oracle_s"), devices.default("cpu"):
+            if self.ready is not None and case is self.case:
+                return self.ready.call()
+            return self._with_norm(case.inputs(self.device)), case.cotangents(self.device) if case.backward else None
+
+    def _with_norm(self, inputs: Inputs) -> Inputs:
+        """The inputs with the norm of q and k that a run is judged by. Laws of pools make their inputs without `call`."""
+        return inputs.replaced(**self.norm) if self.norm and inputs.get("qk_norm") else inputs
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
+        """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
+        inputs = self._with_norm(inputs)
+        says = self.says
+        chunk, algorithm_class = says.chunk if algorithm is None else None, algorithm or says.algorithm
+
+        def bounds(name: str) -> dict[str, Bound]:
+            if self.ready is not None:
+                return self.ready.bounds(name)
+            spec = self._contract(inputs)
+            # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
+            asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
+            flags: dict[str, Any] = {
+                name: getattr(says, name) and algorithm is None for name in ("stores", "folds", "rounds_products")
+            }
+            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, **flags)
+            return MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
+
+        with self.timed("oracle_s"), devices.default("cpu"):
+            result = bounds(algorithm_class)
+            if says.stores and algorithm_class == "recurrent":
+                other = bounds("chunkwise")  # a chunkwise forward, too, stores normalised keys and corrected values
+                result = {name: entry.beside(other[name]) for name, entry in result.items()}
+        return {name: dataclasses.replace(entry, finer=self._finer(entry)) for name, entry in result.items()}
+
+    def _finer(self, one: Bound) -> Finer:
+        def finer(over: Tensor | None = None) -> Bound:
+            with self.timed("oracle_s"), devices.default("cpu"):
+                assert one.finer is not None
+                found = one.finer(over)
+            return found if found.finer is None else dataclasses.replace(found, finer=self._finer(found))
+
+        return finer
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """The truth without tolerances."""
+        inputs = self._with_norm(inputs)
+        spec = self._contract(inputs)
+        with self.timed("oracle_s"), devices.default("cpu"):
+            return MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
+
+    def _with_options(self, inputs: Inputs, adapter: Adapter, options: str | None = None) -> Inputs:
+        """The inputs with the options of the case, or with `options`, as an adapter gets them.
+
+        The one-token form gets only the options that its own domain has.
+        """
+        return with_options(adapter.domain, inputs, getattr(self.case, "options", "none") if options is None else options)
+
+    def _contract(self, inputs: Inputs) -> Operation:
+        """The contract of a call. ValueError if the inputs break it: implementations are only given legal calls."""
+        spec: Operation = self.case.spec_of(inputs)
+        spec.check(inputs)
+        return spec
+
+    def run(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        counterpart: bool = False,
+        poison: float = float("nan"),
+        frozen: Collection[str] = (),
+        same_objects: bool = False,
+        options: str | None = None,
+    ) -> Results:
+        """Call the adapter and, with cotangents, its backward. Returns outputs and gradients by name.
+
+        `counterpart` calls the one-token form instead. `poison` fills uninitialised memory. No gradients are computed for inputs in
+        `frozen`. With `same_objects` the adapter gets the tensors of `inputs` themselves, else new views of them. `options` are
+        options in place of the case's. AdapterFault if the call raises or breaks the contract, OutOfMemory if memory runs out. An
+        input that was changed is added to `impure`.
+        """
+        spec = self._contract(inputs)
+        inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
+        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
+        if not (same_objects or takes_views(self.domain)):
+            inputs = inputs.replaced(**{name: as_allocated(x) for name, x in inputs.items() if isinstance(x, Tensor)})
+            cotangents = cotangents and {name: as_allocated(x) for name, x in cotangents.items()}
+        adapter = self.counterpart if counterpart else self.adapter
+        guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
+        inputs, cotangents = _between(inputs, cotangents, guards)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        copies = Copies(tensors)
+        updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
+        try:
+            shared = _shares_a_slot(inputs)
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=shared), guards.known():
+                results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+            for name in updated:
+                if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
+                    raise AdapterFault(
+                        name,
+                        FailureKind.NOT_IN_PLACE,
+                        "is not the tensor that was passed, although the domain declares in_place=True",
+                    )
+                results[name] = results[name].clone()
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+        finally:
+            if not self.lost:
+                for name in updated:
+                    tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
+                for name in copies.changed():
+                    self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+                for name in guards.written():
+                    self.impure.append(Finding(f"memory around {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+        return results
+
+    def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
+        """Run `first`, put the numbers of `second` into its tensors, and return the results of a second run of these tensors.
+
+        On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
+        """
+        spec = self._contract(first)
+        first = in_layout(first, getattr(self.domain, "layout", None))
+        first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
+        tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
+        if self.device == "cpu" or not getattr(self.domain, "graphs", False):
+            self.run(first, cotangents, same_objects=True)
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(second[name])
+            return self.run(first, cotangents, same_objects=True)
+        try:
+            with self.timed("kernel_s"), devices.default("cpu"):
+                return self._from_graph(spec, self._with_options(first, self.adapter), tensors, second)
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+
+    def renew(self, first: Inputs, second: Inputs, cotangents: Cotangents) -> Results:
+        """Run `first`, free its tensors, and return the results of `second` in new tensors, at the same addresses if possible.
+
+        Both calls are copied first, so nothing but the implementation may still hold what the first one got.
+        """
+        names = [name for name, value in second.items() if isinstance(value, Tensor)]
+        places = {name: Place(second[name]) for name in names}
+        for inputs in (first, second):
+            copies = inputs.replaced(**{name: place.put(inputs[name]) for name, place in places.items()})
+            results = self.run(copies, cotangents, same_objects=True)
+            del copies
+        return results
+
+    @marked(Mark.IMPLEMENTATION)
+    def attempt(self, inputs: Inputs) -> None:
+        """Call the adapter with illegal inputs, and drop what it returns or raises."""
+        inputs = self._with_options(inputs, self.adapter)
+        whole = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+        with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), contextlib.suppress(Exception):
+            self.adapter.run(with_one_state(self.domain, inputs.replaced(**whole)))
+
+    def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
+        """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times.
+
+        A tensor that is updated in place is a new copy each time. On streams, each call runs once alone before, unjudged.
+        """
+        specs = [self._contract(inputs) for inputs, _ in calls]
+        calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
+        run, warm_up = (self._on_streams, 1) if streams else (self._in_threads, 0)
+        turns = [
+            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES + warm_up)]
+            for spec, (inputs, cotangents) in zip(specs, calls, strict=True)
+        ]
+        shared = any(_shares_a_slot(inputs) for inputs, _ in calls)
+        try:
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):
+                results = run(turns)
+                devices.settle(self.device)
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+        yield from results
+
+    def _fresh(self, spec: Operation, inputs: Inputs) -> Inputs:
+        """The inputs in the domain's layout, with new copies of those that a call updates in place."""
+        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
+        updated = {port.name for port in spec.outputs} if getattr(self.domain, "in_place", False) else set()
+        return inputs.replaced(**{name: x.clone() for name, x in inputs.items() if name in updated and x is not None})
+
+    @marked(Mark.IMPLEMENTATION)
+    def _in_threads(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
+        """Run the turns of every call in a thread of its own."""
+        start = threading.Barrier(len(turns))
+
+        def run(number: int) -> list[tuple[int, Results]]:
+            start.wait()
+            return [(number, self.call_implementation(*call)) for call in turns[number]]
+
+        with concurrent.futures.ThreadPoolExecutor(len(turns)) as pool:
+            return [result for results in pool.map(run, range(len(turns))) for result in results]
+
+    @marked(Mark.IMPLEMENTATION)
+    def _on_streams(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
+        """Launch the turns of every call on a CUDA stream of its own, without waiting in between.
+
+        The first turns run on the current stream, one after another: they compile, and make what an adapter keeps. Then the device
+        waits until the host has launched the others, or the kernels of a call would end before the next call is launched.
+        """
+        for first, *_ in turns:
+            self.call_implementation(*first)
+        devices.settle(self.device)
+        results: list[tuple[int, Results]] = []
+        current, streams = torch.cuda.current_stream(), _two_streams()
+        devices.hold(HOLD_MS)
+        for stream in streams:
+            stream.wait_stream(current)
+        try:
+            for calls in zip(*(later for _, *later in turns), strict=True):
+                for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+                    with torch.cuda.stream(stream):
+                        results.append((number, self.call_implementation(*call)))
+        finally:  # after an error too: what the streams still use must not be given to others
+            for stream in streams:
+                current.wait_stream(stream)
+        return results
+
+    @marked(Mark.IMPLEMENTATION)
+    def _from_graph(self, spec: Operation, first: Inputs, tensors: dict[str, Tensor], second: Inputs) -> Results:
+        """Capture a call of `first` in a CUDA graph, put the numbers of `second` into its tensors, and replay the graph."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.adapter.run(first)  # compiles what it launches, which a capture must not
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = self.adapter.run(first)
+        for name, tensor in tensors.items():
+            tensor.copy_(second[name])
+        graph.replay()
+        devices.settle(self.device)
+        outputs = self._outputs(answer, spec, first)
+        return {name: output.detach().clone() for name, output in outputs.items()}
+
+    def _call(
+        self,
+        adapter: Adapter,
+        spec: Operation,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        frozen: Collection[str],
+        *,
+        same_objects: bool,
+    ) -> Results:
+        """Call the implementation and wait until the device has the results.
+
+        If memory runs out on a GPU, we release the oracle's memory, which torch caches, and try a second time.
+        """
+        under_test = adapter is self.adapter  # and not its one-token form
+        with recorder.launches() if under_test else contextlib.nullcontext():
+            try:
+                results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+            except RuntimeError as error:
+                if self.device == "cpu" or not no_memory(error):
+                    raise
+                devices.free_bytes(self.device)
+                results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+            devices.settle(self.device)
+        return results
+
+    @marked(Mark.IMPLEMENTATION)
+    def call_implementation(
+        self,
+        adapter: Adapter,
+        spec: Operation,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        frozen: Collection[str] = (),
+        *,
+        same_objects: bool = False,
+    ) -> Results:
+        """Compute outputs and gradients. If a worker hangs with this frame on its stack, the implementation is to blame."""
+        names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
+        leaves = {name: inputs[name] if same_objects else inputs[name].detach() for name in names}
+        for name, leaf in leaves.items():
+            if not leaf.requires_grad:
+                leaf.requires_grad_(cotangents is not None and name not in frozen)
+        with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
+            answer = adapter.run(with_one_state(self.domain, inputs.replaced(**leaves)))
+        outputs = self._outputs(answer, spec, inputs)
+        results = {name: value.detach() for name, value in outputs.items()}
+        if cotangents is None:
+            return results
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        tokens = inputs[names[0]].numel() > 0
+        depends = not frozen and (tokens or inputs.get("state") is not None)
+        for name, output in outputs.items():
+            if depends and output.numel() and not output.requires_grad:
+                what = "carries no gradient, although the domain declares backward=True"
+                raise AdapterFault(name, FailureKind.NO_GRADIENT, what, detail="output")
+        targets = [name for name in outputs if outputs[name].requires_grad]
+        if targets:
+            gradients = torch.autograd.grad(
+                [outputs[name] for name in targets],
+                list(leaves.values()),
+                [cotangents[name].to(outputs[name].dtype) for name in targets],
+                allow_unused=True,
+            )
+        else:
+            gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            if gradient is None and leaf.numel() and tokens:  # without tokens, an absent gradient stands for zeros
+                raise AdapterFault(
+                    gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input"
+                )
+            results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+        return results
+
+    def _outputs(self, answer: Any, spec: Operation, inputs: Inputs) -> Results:
+        """The outputs by name. AdapterFault if a type, shape or dtype breaks the contract."""
+        ports = spec.outputs
+        if isinstance(answer, Tensor) and (len(ports) == 1 or getattr(self.domain, "final_states", "each") == "none"):
+            answer = (answer, *[None] * (len(ports) - 1))
+        if not (isinstance(answer, tuple) and len(answer) == len(ports)):
+            names = ", ".join(port.name for port in ports)
+            raise AdapterFault(
+                "call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})", detail="answer"
+            )
+        sizes = _sizes(spec, inputs)
+        tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+        outputs: Results = {}
+        for port, output in zip(ports, answer, strict=True):
+            if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
+                continue
+            shape = tuple(sizes[axis] for axis in port.axes.split())
+            one = port.name == "final_state" and inputs.get("cu_seqlens") is not None and one_final_state(self.domain)
+            missing, shape = shape[0] - 1 if one else 0, (1, *shape[1:]) if one else shape
+            dtypes = {**DTYPES, "input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}
+            dtype = dtypes.get(port.dtype, torch.float32)
+            if not isinstance(output, Tensor):
+                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
+            if tuple(output.shape) != shape:
+                raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
+            if port.dtype != "any" and output.dtype != dtype:
+                raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
+            outputs[port.name] = torch.cat([output.new_zeros(missing, *shape[1:]), output]) if missing else output
+        return outputs
+
+
+class Compiling(AdapterBench):
+    """A bench that calls the implementation only so that its kernels are compiled. Truths and tolerances are placeholders."""
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
+        """Zeros with tolerances of -1, which every error exceeds, so that no law gives up because its case is blind."""
+        ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
+        return {
+            name: Bound(value, torch.full(value.shape if ports[name].scalar_rows else value.shape[:-1], -1.0, device=value.device))
+            for name, value in self.truth(inputs, cotangents).items()
+        }
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """Zeros in the shape of each output and gradient."""
+        spec = self._contract(inputs)
+        sizes = _sizes(spec, inputs)
+        ports = [*spec.outputs, *(spec.gradients() if cotangents is not None else ())]
+        device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+        shapes = {
+            port.name: [sizes[axis] for axis in port.axes.split()] for port in ports if set(port.axes.split()) <= sizes.keys()
+        }
+        return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+
+def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
+    """The length of every axis of a call's outputs."""
+    sizes = spec.sizes(inputs)
+    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+    sizes["N"] = len(sequences(inputs, tokens))
+    if (layer := inputs.get("layer")) is not None:
+        sizes["K"] = layer.key_dim  # no input has this axis if there is no initial state
+    return sizes
+
+
+def _tensors(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
+    """The tensors of a call by name, for findings about the memory around them."""
+    named = {f"input {name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return named | {f"cotangent of {name}": x for name, x in (cotangents or {}).items()}
+
+
+def _between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[Inputs, Cotangents]:
+    """The call with its tensors between guards."""
+    there = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
+    return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
+
+
+def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
+    """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
+    if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
+        return inputs
+    return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
+
+
+def takes_views(domain: Any) -> bool:
+    """Whether the domain promises that inputs may have any strides and begin anywhere in memory."""
+    return bool(getattr(getattr(domain, "rule", domain), "views", True))
+
+
+def as_allocated(x: Tensor) -> Tensor:
+    """The tensor as an allocator makes one: contiguous, or with its last two axes swapped, from a multiple of 16 bytes on.
+
+    A tensor that is so already is returned itself.
+    """
+    contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
+    return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _two_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The two streams of this process. Torch's allocator keeps memory for every stream that ever was."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def _shares_a_slot(inputs: Inputs) -> bool:
+    """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
+    slots, padding = inputs.get("slots"), inputs.get("padding")
+    return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1

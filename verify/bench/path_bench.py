@@ -1,0 +1,421 @@
+"""Runs a parallel path for a law: on this rank of a process group, or on ranks simulated in this process.
+
+The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py define it, gives a rank its part, and adds the
+gradients of parameters over the ranks that share them. Every rank judges its own part of the results.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from oracles import sharding
+from oracles.operation import DTYPES, Inputs, gradient_name
+from oracles.sharding import AT_REST, Mesh, Rank
+from oracles.tolerance.bound import Bound
+from properties.laws.law import Breach, Cotangents, Results
+from properties.paths.case import CHOICES, ParallelCase
+from properties.paths.illegal import CHANGES, JUDGED, IllegalLayout
+from verify.adapters.base import PathAdapter
+from verify.bench import addresses, oracle_process
+from verify.bench.adapter_bench import Timed
+from verify.bench.faults import AdapterFault, blamed
+from verify.bench.guards import Copies, Guards
+from verify.bench.places import indices
+from verify.gpu import device as devices
+from verify.process.outcome import FailureKind, Finding, port_of
+from verify.process.stacks import Mark, marked
+from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place
+from verify.reach import recorder
+
+# The layer's parameters: the names of the oracle's inputs, and their names in oracles/sharding.py.
+PARAMETERS = {
+    "in_proj": "in_proj.weight",
+    "conv": "conv.weight",
+    "conv_bias": "conv.bias",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+    "norm": "norm.weight",
+    "out_proj": "out_proj.weight",
+}
+T = TypeVar("T")
+OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
+SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has the whole tensor, and the gradient is the sum over ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A rank's part of a call: what the adapter gets, the tensors in it that may have a gradient, and the output's cotangent."""
+
+    case: ParallelCase
+    place: Place
+    arguments: Inputs
+    leaves: Results
+    direction: Tensor | None
+    guards: tuple[Guards, Guards]
+    graded: bool
+
+    def refill(self, other: "_Call") -> None:
+        """Put the numbers of another call of the same shapes into the tensors of this one."""
+        pairs = [(leaf, other.leaves[name]) for name, leaf in self.leaves.items()]
+        pairs += [(self.arguments[name], other.arguments[name]) for name in OFFSETS if self.arguments[name] is not None]
+        if self.direction is not None and other.direction is not None:
+            pairs.append((self.direction, other.direction))
+        with torch.no_grad():
+            for tensor, numbers in pairs:
+                tensor.copy_(numbers)
+
+
+def _output(case: ParallelCase) -> str:
+    """The name of the output that the ranks share."""
+    return next(port.name for port in case.spec.outputs)
+
+
+class RankBench(Timed):
+    """A PathBench (properties/paths/laws.py) for one adapter, one case and one rank."""
+
+    def __init__(
+        self, adapter: PathAdapter, case: ParallelCase, place: Place, bounds: Callable[[], dict[str, Bound]], device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.adapter, self.case, self.place = adapter, case, place
+        self.domain, self.rank = adapter.domain, place.rank
+        self.impure: list[Finding] = []
+        self._bounds, self.device = bounds, device
+        # The whole call, its bounds and all comparisons are on the CPU. Only a rank's own part of the computation is on the device.
+        self.law_device = "cpu"
+        self.lost = ""  # why the device can no longer be used; "" if it can
+
+    def bounds(self) -> Mapping[str, Bound]:
+        """The bounds of the case. They are waited for when the first one is read, so that the path can run before."""
+
+        def wait() -> dict[str, Bound]:
+            with self.timed("oracle_s"):
+                return self._bounds()
+
+        return oracle_process.Later(wait)
+
+    def run(
+        self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, case: ParallelCase | None = None, **choices: Any
+    ) -> Results:
+        case, place = dataclasses.replace(case or self.case, **choices), self.place
+        if alone:
+            # Pads count as tokens here, since their number depends on cp, and both runs must have the same tokens.
+            case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
+            place = Place(Alone(), Alone())
+        return self._results(self._prepared(case, place, inputs, cotangents))
+
+    def replay(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents, *, gradients: bool = True) -> Results:
+        call = self._prepared(first, self.place, first.inputs(), cotangents)
+        with torch.set_grad_enabled(gradients):
+            self._results(dataclasses.replace(call, graded=call.graded and gradients))
+        call.refill(self._prepared(self.case, self.place, inputs, cotangents))
+        return self._results(call)
+
+    def renew(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents) -> Results:
+        places: dict[str, addresses.Place] = {}
+
+        def put(name: str, x: Tensor) -> Tensor:
+            return places.setdefault(name, addresses.Place(x)).put(x)
+
+        self._results(self._prepared(first, self.place, first.inputs(), cotangents, put))
+        return self._results(self._prepared(self.case, self.place, inputs, cotangents, put))
+
+    def _prepared(
+        self,
+        case: ParallelCase,
+        place: Place,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        put: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> "_Call":
+        """A rank's part of a call. `put` chooses where its tensors lie; without it, they lie between guards."""
+        tensors, others = self._cut(case, place.rank, inputs)
+        around = self.adapter.guards and put is None
+        graded = cotangents is not None
+        directions = {} if cotangents is None else {"": self._tokens(case, place.rank, cotangents[_output(case)]).to(self.device)}
+        moved = {name: x.to(self.device) for name, x in tensors.items()}
+        if put is not None:
+            moved = {name: put(name, x) for name, x in moved.items()}
+        guards = Guards({**moved, **directions}, around=around)
+        leaves: Results = {
+            name: torch.nn.Parameter(x, graded) if name in PARAMETERS else x.requires_grad_(graded)
+            for name, x in guards.tensors.items()
+            if name
+        }
+        arguments = self._call(case, leaves, others)
+        offsets = {name: arguments[name] for name in OFFSETS if arguments[name] is not None}
+        if put is not None:
+            offsets = {name: put(name, x) for name, x in offsets.items()}
+        offset_guards = Guards(offsets, around=around)
+        arguments = arguments.replaced(**offset_guards.tensors)
+        return _Call(case, place, arguments, leaves, guards.tensors.get(""), (guards, offset_guards), graded)
+
+    def _results(self, call: "_Call") -> Results:
+        """This rank's part of the outputs and the gradients of a call."""
+        output, place, leaves = _output(call.case), call.place, call.leaves
+        copies = Copies(leaves)
+
+        def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
+            if self.domain.steps and call.direction is not None and call.graded:
+                return self._step(call)
+            with recorder.arguments(self.adapter):
+                y = self.adapter.run(call.arguments, place)
+            checked = self._checked(y, call.case, leaves[self._carrier], output)
+            if call.direction is None or not call.graded:
+                return checked, []
+            return checked, self._backward(y, call.direction, list(leaves.values()))
+
+        with call.guards[0].known(), call.guards[1].known():
+            y, gradients = self.call_implementation(forward_and_backward)
+        results = {output: y}
+        for name in copies.changed():
+            self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
+        for name in call.guards[0].written(call.guards[1]):
+            self.impure.append(
+                Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
+            )
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
+            whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+            results[gradient_name(name)] = whole if self.domain.steps else self._added(name, whole, place, call.case)
+        return {name: self._as_oracle(name, x, call.case).cpu() for name, x in results.items()}
+
+    def _step(self, call: "_Call") -> tuple[Tensor, list[Tensor | None]]:
+        """The output and the gradients of a training step of the path. AdapterFault if one has a wrong shape."""
+        assert call.direction is not None
+        with recorder.arguments(self.adapter):
+            y, gradients = self.adapter.step(call.arguments, call.direction, call.place)
+        named = {name: gradients.get(PARAMETERS.get(name, name)) for name in call.leaves}
+        for name, gradient in named.items():
+            if gradient is not None and gradient.shape != call.leaves[name].shape:
+                what = f"has shape {tuple(gradient.shape)}, must have {tuple(call.leaves[name].shape)}"
+                raise AdapterFault(gradient_name(name), FailureKind.SHAPE, what)
+        return self._checked(y, call.case, call.leaves[self._carrier], _output(call.case)), list(named.values())
+
+    @property
+    def _carrier(self) -> str:
+        """The input whose tokens are those of the output."""
+        return {"gdn_layer": "hidden", "causal_conv1d": "x"}.get(self.case.operation, "v")
+
+    def _cut(self, case: ParallelCase, rank: Rank, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
+        """A rank's part of the inputs: the tensors that may have a gradient, and everything else."""
+        tensors, others = {}, {}
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                others[name] = x
+            elif name in PARAMETERS and case.operation == "gdn_layer":
+                tensors[name] = sharding.shard(case.layer, PARAMETERS[name], x, rank, AT_REST).value
+            elif name in SHARED_ALIKE and case.operation == "causal_conv1d":
+                tensors[name] = x.clone()
+            else:
+                tensors[name] = self._tokens(case, rank, x)
+        return tensors, others
+
+    def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
+        """A rank's tokens of x [B, T, ...], as [B, tokens, ...], or as [tokens, B, ...] for a layer."""
+        local = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
+        return local.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else local
+
+    def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
+        arguments: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
+        real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
+        arguments |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
+        if case.operation == "gdn_layer":
+            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic", "recompute")}
+            arguments["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
+        return Inputs(**arguments)
+
+    @marked(Mark.IMPLEMENTATION)
+    def call_implementation(self, call: Callable[[], T]) -> T:
+        """Call the path and return its result. An exception becomes AdapterFault or OutOfMemory.
+
+        Abandoned, which says that another rank raised, passes through.
+        """
+        try:
+            with self.timed("kernel_s"), recorder.launches():
+                result = call()
+                devices.settle(self.device)
+                return result
+        except (AdapterFault, Abandoned):
+            raise
+        except Mismatch as error:
+            raise AdapterFault("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}") from error
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+
+    def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
+        """The output, detached. AdapterFault if its type, shape or dtype breaks the contract."""
+        shape = tuple(like.shape)
+        if case.operation in ("kda", "gated_delta_rule"):
+            shape = (*like.shape[:2], case.value_heads, case.value_dim)
+        if not isinstance(y, Tensor):
+            raise AdapterFault(name, FailureKind.TYPE, f"is {type(y).__name__}, must be a tensor")
+        if tuple(y.shape) != shape:
+            raise AdapterFault(name, FailureKind.SHAPE, f"has shape {tuple(y.shape)}, must have {shape}")
+        if y.dtype != DTYPES[case.dtype]:
+            raise AdapterFault(name, FailureKind.DTYPE, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}")
+        return y.detach()
+
+    def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+        if not y.requires_grad:
+            if y.numel():
+                raise AdapterFault(
+                    "output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True"
+                )
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
+
+    def _added(self, name: str, gradient: Tensor, place: Place, case: ParallelCase) -> Tensor:
+        """A parameter's gradient, added in float32 over the ranks that share the parameter."""
+        axes: tuple[str, ...] = ()
+        if case.operation == "gdn_layer" and name in PARAMETERS:
+            axes = sharding.parameters(case.layer)[PARAMETERS[name]].gradient_sum
+        elif case.operation == "causal_conv1d" and name in SHARED_ALIKE:
+            axes = ("cp",)
+        total = gradient.float()
+        for axis in axes:
+            total = getattr(place, axis).all_reduce(total)
+        return total.to(gradient.dtype)
+
+    def _as_oracle(self, name: str, x: Tensor, case: ParallelCase) -> Tensor:
+        """A layer's y or dhidden [tokens, B, D] as [B, tokens, D]; other results unchanged."""
+        return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
+
+    def part(self, name: str) -> tuple[int, Tensor] | None:
+        input_name = name.removeprefix("d") if name not in PARAMETERS else name
+        if self.case.operation == "gdn_layer" and input_name in PARAMETERS:
+            about = sharding.parameters(self.case.layer)[PARAMETERS[input_name]]
+            return about.axis, sharding.rows(self.case.layer, about.name, self.rank, AT_REST)
+        if self.case.operation == "causal_conv1d" and input_name in SHARED_ALIKE:
+            return None
+        return 1, sharding.tokens(self.case.tokens_of_ranks(), self.rank, sequence_parallel=self.case.sp)
+
+    def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
+        lengths = list(self.case.padded) if self.case.packed else None
+        taken = {name: getattr(self.case, name) for name in CHOICES} | choices
+        leaf = x.detach().to(self.device, copy=True).requires_grad_(dy is not None)
+
+        def forward_and_backward() -> tuple[Tensor, Tensor]:
+            y = self.adapter.move(leaf, lengths, sections, to, self.place, taken)
+            if dy is None or not y.requires_grad:
+                return y.detach().cpu(), torch.zeros_like(x)
+            (dx,) = torch.autograd.grad(y, leaf, dy.to(self.device))
+            return y.detach().cpu(), dx.cpu()
+
+        return self.call_implementation(forward_and_backward)
+
+    def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
+        traffic = self.place.cp.traffic
+        before = traffic.calls["all_to_all"], traffic.sent_bytes["all_to_all"]
+        work()
+        return {"all_to_all": (traffic.calls["all_to_all"] - before[0], traffic.sent_bytes["all_to_all"] - before[1])}
+
+    def refusal(self, what: str) -> str:
+        case = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded)
+        before = self.collectives()
+        try:
+            self.attempt(case, CHANGES[JUDGED[what]](case))
+        except AdapterFault as fault:
+            if isinstance(fault.__cause__, Mismatch):
+                return ""
+            if before != self.collectives():
+                raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from fault
+            return fault.finding.what
+        return ""
+
+    def collectives(self) -> int:
+        """How many collectives this rank has called."""
+        return sum(sum(axis.traffic.calls.values()) for axis in (self.place.tp, self.place.cp))
+
+    def attempt(self, case: ParallelCase, wrong: IllegalLayout) -> None:
+        """Call the path with an illegal layout in place of that of the case, and drop what it returns."""
+        tensors, others = self._cut(case, self.rank, case.inputs())
+        if wrong.is_longer(self.rank):
+            tensors = {name: self._longer(case, name, x) for name, x in tensors.items()}
+        arguments = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+        if wrong.heads:
+            layer = dataclasses.replace(case.layer, heads=wrong.heads, value_heads=2 * wrong.heads)
+            arguments = arguments.replaced(layer=layer)
+        if wrong.lengths:
+            offsets = torch.tensor(wrong.offsets(), dtype=getattr(torch, case.offsets), device=self.device)
+            arguments = arguments.replaced(cu_seqlens=offsets)
+        self.call_implementation(lambda: self.adapter.run(arguments, self.place))
+
+    def _longer(self, case: ParallelCase, name: str, x: Tensor) -> Tensor:
+        """A tensor of this rank with its first token twice, or with a token of zeros if it has none."""
+        if name in (PARAMETERS if case.operation == "gdn_layer" else SHARED_ALIKE):
+            return x
+        axis = 0 if case.operation == "gdn_layer" else 1
+        token = x.narrow(axis, 0, 1) if x.shape[axis] else x.new_zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+        return torch.cat([token, x], axis)
+
+    def from_every_rank(self, word: str) -> list[str]:
+        codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
+        answers = self.place.tp.all_gather(self.place.cp.all_gather(codes))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in answers.tolist()]
+
+    def shards(self, whole: Results, rank: Rank) -> Results:
+        return self.call_implementation(lambda: self.adapter.shards(whole, self.case.layer, rank))
+
+    def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
+        return self.call_implementation(lambda: self.adapter.loaded(shards, self.case.layer, rank))
+
+    def resharded(self, whole: Results, mesh: Mesh) -> dict[Rank, Results]:
+        layer = self.case.layer
+        shards = {name: sharding.shard(layer, name, x, self.rank, AT_REST).value.to(self.device) for name, x in whole.items()}
+        loaded = self.call_implementation(lambda: self.adapter.resharded(shards, layer, self.place, mesh))
+        return {rank: {name: x.cpu() for name, x in parameters.items()} for rank, parameters in loaded.items()}
+
+    def where(self, name: str, flat: int, shape: torch.Size) -> str:
+        """The place of a row in words, with the token counted in its whole sequence."""
+        port = port_of(name)
+        index, case = indices(flat, shape), self.case
+        part = self.part(port) if name == port and port in (*map(gradient_name, self._names()), *self._names()) else None
+        if part is None:
+            return "index " + ", ".join(map(str, index))
+        axis, rows = part
+        if axis >= len(index):
+            return f"index {', '.join(map(str, index))}, in part"
+        index[axis] = int(rows[index[axis]])
+        if axis != 1 or tuple(shape[:1]) != case.batch[:1]:
+            return "index " + ", ".join(map(str, index))
+        sequence, token = index[0], index[1]
+        if case.packed:
+            starts = case.starts()
+            sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.padded[row])
+            token -= starts[sequence]
+        words = f"token {token}" + ("" if not case.packed or token < case.lengths[sequence] else ", a pad")
+        words += f", head {index[2]}" if len(index) > 2 else ""
+        return f"sequence {sequence}, {words}" if len(case.lengths) > 1 else words
+
+    def _names(self) -> list[str]:
+        return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
+
+
+_PLACES: dict[Mesh, Place | None] = {}
+
+
+def place_of(mesh: Mesh) -> Place | None:
+    """The place of this process in a mesh that consists of the first ranks of its group; None if it has no part in the mesh.
+
+    Groups are made once for each mesh. ValueError if the mesh needs more ranks than there are.
+    """
+    if mesh not in _PLACES:
+        mine, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if mesh.tp * mesh.cp > size:
+            raise ValueError(f"tp * cp must be at most the {size} ranks that there are, got {mesh.tp} * {mesh.cp}")
+        number = torch.arange(mesh.tp * mesh.cp).view(mesh.tp, mesh.cp)
+        # Every process makes every group, in the same order: torch tells groups apart by the number that was made before.
+        axes = [[_axis(ranks, mine) for ranks in lines.tolist()] for lines in (number.T, number)]
+        tp, cp = divmod(mine, mesh.cp)
+        _PLACES[mesh] = Place(axes[0][cp], axes[1][tp]) if mine < mesh.tp * mesh.cp else None
+    return _PLACES[mesh]
+
+
+def _axis(ranks: list[int], mine: int) -> Comm:
+    """The axis that `ranks` share. It is `Alone` for a single rank and, as a placeholder, if this process is not one of them."""
+    group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
+    return Distributed(group) if group is not None and mine in ranks else Alone()

@@ -1,0 +1,35 @@
+"""Executes the run of a serving engine."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from verify.adapters.base import TraceAdapter
+from verify.bench.trace_bench import TraceBench, place_of
+from verify.execution.judge import NOTHING
+from verify.execution.judging import following, judged
+from verify.execution.line import Run
+from verify.gpu import device as devices
+from verify.process.outcome import Outcome, Verdict
+
+
+def execute_trace(
+    run: Run,
+    adapter: TraceAdapter,
+    excused: Mapping[str, float] = NOTHING,
+    declared: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:
+    """Execute a run of a serving engine in this process (see verify/execution/execute.py)."""
+    law, case = run.the_law, run.example.case
+    if reason := law.needs(adapter.domain) or adapter.domain.outside(case):
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    if run.device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
+    bench = TraceBench(adapter, case, run.products, run.device)
+    bench.declared = declared
+    with following(run.tune) as used:
+        outcome = judged(law, bench, run.example, place_of, case.bytes, excused)
+    outcome.tuned = dict(used)
+    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
+        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: no event does anything"
+    return outcome
