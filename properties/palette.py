@@ -39,7 +39,7 @@ from properties.rules.case import Case
 from properties.seeds import draw
 from properties.words.example import Example
 from properties.words.lengths import BLOCKS, EDGES
-from properties.words.sizes import EVERY, KINDS
+from properties.words.sizes import EVERY, KINDS, with_drawing
 
 SIZE = 12
 SAMPLES = 24  # examples of each law that are drawn to see which keys it needs
@@ -237,10 +237,10 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
 
 def _sample(law: Law, domain: Any, seed: int, count: int) -> list[Example]:
     """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY more that are large, of each kind."""
-    strategy, kinds = law.on_gpu().draw, KINDS if getattr(domain, "long", 0) else ()
+    strategy, kinds = law.on_gpu().draw, KINDS if domain.drawing.long else ()
     examples = _drawn(strategy, domain, seed, count + 1)[1:]  # the first one is the same for every seed
     for kind in kinds:
-        large, more = dataclasses.replace(domain, large=kind), max(1, count // (EVERY * len(KINDS)))
+        large, more = with_drawing(domain, large=kind), max(1, count // (EVERY * len(KINDS)))
         examples += _drawn(strategy, large, number_of(seed, kind), more + 1)[1:]
     return examples
 

@@ -43,7 +43,7 @@ from properties.rules.case import (
 from properties.rules.domain import STRENGTHS, Domain
 from properties.rules.numbers import LOWER_BOUNDS, NORM_EPS, SCALES
 from properties.traces.domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
-from properties.words.domain import LARGEST
+from properties.words.domain import LARGEST, Drawing
 from properties.words.example import Example
 from verify.engine.drawing import seeded
 
@@ -99,9 +99,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "final_dtype": one(*FINAL_DTYPES),
         "initial_states": one(*INITIAL_STATES),
         "final_states": one(*FINAL_STATES),
-        "reach": one(1, 1, 1, 32, 2),
-        "long": LONG,
-        "chunk": CHUNK,
+        "drawing": lambda chance: Drawing(reach=chance.choice((1, 1, 1, 32, 2)), long=LONG(chance), chunk=CHUNK(chance)),
         "batch_heads": one(None, 512, 65_535, 8),
     },
     ModuleDomain: {
@@ -123,7 +121,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "exact_options": one((), ("host",)),
         "largest_values": one(*LARGEST),
         "offsets": OFFSETS,
-        "long": LONG,
+        "drawing": lambda chance: Drawing(long=LONG(chance)),
     },
     PathDomain: {
         "operation": one(*OPERATIONS, "kda_layer"),
@@ -140,8 +138,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "least_piece": one(0, 1, 2, 4, 8, 64),
         "tf32": one((), ("rule=fla",)),
         "compiled_widths": one((), (64,), (64, 128)),
-        "forms": one(()),
-        "chunk": one(64, 16, 1, 128),
+        "drawing": lambda chance: Drawing(chunk=CHUNK(chance)),
     },
     PoolDomain: {
         "operation": one("decode"),
@@ -166,8 +163,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "lower_bounds": some(*LOWER_BOUNDS),
         "parameter_dtypes": some(*PARAMETER_DTYPES),
         "options": OPTIONS,
-        "long": LONG,
-        "chunk": CHUNK,
+        "drawing": lambda chance: Drawing(long=LONG(chance), chunk=CHUNK(chance)),
     },
     TraceDomain: {
         "operation": one("serving"),
@@ -207,13 +203,18 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
 }
 
 
+DRAWN = one(Drawing())
+
+
 def random_domain(kind: type[Any], chance: random.Random, changes: int, left_out: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
     """A domain of which so many fields have random values; domains that are refused when they are made are drawn again."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in left_out]
     while True:
         chosen = chance.sample(names, changes)
         try:
-            return kind(**{name: FIELDS[kind].get(name, one(True, False))(chance) for name in chosen})
+            return kind(
+                **{name: FIELDS[kind].get(name, DRAWN if name == "drawing" else one(True, False))(chance) for name in chosen}
+            )
         except ValueError as error:
             if "\n" in str(error):
                 raise AssertionError("a refusal is one line") from error

@@ -24,7 +24,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.traces.domain import TraceDomain
-from properties.words.domain import LARGEST
+from properties.words.domain import LARGEST, Drawing
 from properties.words.example import Example
 from tests import right_interfaces
 from tests.right_conventions import (
@@ -55,11 +55,11 @@ ROWS = [(kind, *row) for kind, row in CONVENTIONS.items()]
 WORDS: list[dict[str, Any]] = [
     {"largest_values": "ordinary"},
     {"length_step": 64},
-    {"length_step": 24, "packed": False, "long": 4096},
-    {"length_step": 64, "empty": False, "long": 1030},
-    {"longest": 64, "long": 4096},
-    {"longest": 192, "length_step": 64, "long": 1030},
-    {"longest": 200, "reach": 4},
+    {"length_step": 24, "packed": False, "drawing": Drawing(long=4096)},
+    {"length_step": 64, "empty": False, "drawing": Drawing(long=1030)},
+    {"longest": 64, "drawing": Drawing(long=4096)},
+    {"longest": 192, "length_step": 64, "drawing": Drawing(long=1030)},
+    {"longest": 200, "drawing": Drawing(reach=4)},
     {"key_widths": (64, 128, 256), "value_widths": (64, 1024)},
     {"key_widths": (64, 128), "value_widths": (128, 256), "equal_widths": True},
     {"offsets": ("int32",)},

@@ -9,6 +9,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import crowd
 from properties.rules.laws import LAWS
+from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.sizes import CROWD, MOST, places, sized
 from verify.adapters import loader
@@ -31,7 +32,7 @@ def drawn(domain: Domain, count: int) -> list[Case]:
 def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place(count: int) -> None:
     cases = drawn(SIZED, count)
     assert cases.count(crowd(SIZED)) == 1
-    assert cases[min(places(count, SIZED.long)) + 1] == crowd(SIZED)
+    assert cases[min(places(count, SIZED.drawing.long)) + 1] == crowd(SIZED)
     assert len(cases) == count
 
 
@@ -49,8 +50,8 @@ def test_the_batch_is_as_small_as_the_domain_allows() -> None:
 @pytest.mark.parametrize(
     "without",
     [
-        {"long": 0},
-        {"reach": 4},
+        {"drawing": Drawing(long=0)},
+        {"drawing": dataclasses.replace(SIZED.drawing, reach=4)},
         {"batched": False},
         {"batch_heads": 65_535},
         {"key_dims": (128, 128)},

@@ -40,6 +40,7 @@ from properties.rules.case import IN_KERNEL, Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import FAR_HEADS, HEADS, UNEVEN
 from properties.rules.laws import LAWS
+from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import WIDTHS
 from tests.alone import answered
@@ -51,14 +52,14 @@ from verify.process.worker import NO_GPU
 SLOW_FIXTURES = ("elsewhere", "kernels")
 
 ROOT = pathlib.Path(__file__).parent.parent
-EVERY = Domain(in_kernel=IN_KERNEL, reach=16)
+EVERY = Domain(in_kernel=IN_KERNEL, drawing=Drawing(reach=16))
 NARROW = Domain(dtypes=("bf16",), key_dims=(64, 256), value_dims=(128, 128), grouped_heads=False, batched=False, backward=False)
 DOMAINS: dict[str, Any] = {
     "everything": EVERY,
-    "a narrow kernel": dataclasses.replace(NARROW, reach=16),
+    "a narrow kernel": dataclasses.replace(NARROW, drawing=Drawing(reach=16)),
     "K = V = 128": Domain(dtypes=("bf16",), key_dims=(128, 128), value_dims=(128, 128), packed=False, empty=False),
-    "KDA, without scale": Domain(operation="kda", in_kernel=IN_KERNEL, scale=False, equal_widths=True, reach=4),
-    "the delta rule": Domain(operation="delta_rule", in_kernel=("none", "beta"), initial_state=False, reach=4),
+    "KDA, without scale": Domain(operation="kda", in_kernel=IN_KERNEL, scale=False, equal_widths=True, drawing=Drawing(reach=4)),
+    "the delta rule": Domain(operation="delta_rule", in_kernel=("none", "beta"), initial_state=False, drawing=Drawing(reach=4)),
     "convolutions": ModuleDomain(),
     "gates": ModuleDomain("kda_gate"),
     "pools": PoolDomain(blocks=(8, 32)),
@@ -230,7 +231,7 @@ def test_what_is_given_stays_as_given_with_a_reach(case: Case) -> None:
 @pytest.mark.parametrize("reach", [0, -1, 257, 2.0, "16"])
 def test_reach_that_is_none_is_refused(reach: Any) -> None:
     with pytest.raises(ValueError, match=f"^reach must be in 1..256, got {reach!r}$"):
-        Domain(reach=reach)
+        Drawing(reach=reach)
     assert Domain.from_json(json.loads(json.dumps(EVERY.to_json()))) == EVERY
 
 

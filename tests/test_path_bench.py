@@ -338,22 +338,22 @@ def test_alone_is_a_place_too() -> None:
 @pytest.mark.slow_after_first
 def test_on_a_gpu_kernels_are_compiled_for_few_forms_and_the_rest_is_drawn_as_ever(domain: PathDomain) -> None:
     formed = with_forms(domain, 5)
-    assert formed.forms == with_forms(domain, 5).forms != with_forms(domain, 6).forms
+    assert formed.drawing.forms == with_forms(domain, 5).drawing.forms != with_forms(domain, 6).drawing.forms
     cases: list[ParallelCase] = []
     seeded(path_cases(formed, tokens=60), 3, 80, cases.append)
     compiled = [case for case in cases if case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)]
-    assert {form_of(case) for case in compiled} == set(formed.forms)
+    assert {form_of(case) for case in compiled} == set(formed.drawing.forms)
     assert len({form_of(case) for case in cases if case not in compiled}) > 20 or len(compiled) == len(cases)
     assert {case.key_dim for case in compiled} <= set(domain.widths)
     other = dataclasses.replace(compiled[0], conv_width=next(width for width in (2, 3, 4) if width != compiled[0].conv_width))
     assert domain.outside(other) is None
-    assert (formed.outside(other) is None) is (form_of(other) in formed.forms)
+    assert (formed.outside(other) is None) is (form_of(other) in formed.drawing.forms)
 
 
 def test_compiled_widths_are_those_that_the_domain_says() -> None:
-    assert {form.key_dim for form in with_forms(PathDomain(widths=(128,)), 1).forms} == {128}
+    assert {form.key_dim for form in with_forms(PathDomain(widths=(128,)), 1).drawing.forms} == {128}
     narrow = PathDomain(widths=(8,), compiled_widths=(64, 96))
-    assert {form.value_dim for seed in range(9) for form in with_forms(narrow, seed).forms} == {64, 96}
+    assert {form.value_dim for seed in range(9) for form in with_forms(narrow, seed).drawing.forms} == {64, 96}
 
 
 def test_on_a_gpu_another_choice_needs_no_other_form() -> None:

@@ -20,6 +20,7 @@ from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from properties.rules.drawing import crowd as crowd_of
 from properties.rules.laws import LAWS
+from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.sizes import KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
 from verify.adapters.base import Adapter
@@ -96,13 +97,12 @@ def test_nothing_is_large_where_tokens_are_dear_and_lengths_follow_the_chunk() -
 
 
 def test_the_sizes_of_other_domains_stay() -> None:
-    assert sized(PoolDomain(), 16, 4096) == PoolDomain()
-    assert sized(PathDomain(), 16, 4096) == PathDomain(chunk=16)
-    assert sized(Domain(), None, 10) == Domain(long=10)
-    assert [sized(Domain(), chunk, 4096).long for chunk in (64, 128, 256, 512, 1024)] == [4096, 4096, 4096, 2048, 1024]
-    assert [sized(Domain(), chunk, 2**16).long for chunk in (64, 256, 1024)] == [2**16, 4096, 1024]
-    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(long=4096, chunk=16)
-    longest = ModuleDomain(longest=64, long=4096)
+    assert sized(PoolDomain(), 16, 4096).drawing == sized(PathDomain(), 16, 4096).drawing == Drawing(chunk=16)
+    assert sized(Domain(), None, 10) == Domain(drawing=Drawing(long=10))
+    assert [sized(Domain(), chunk, 4096).drawing.long for chunk in (64, 128, 256, 512, 1024)] == [4096, 4096, 4096, 2048, 1024]
+    assert [sized(Domain(), chunk, 2**16).drawing.long for chunk in (64, 256, 1024)] == [2**16, 4096, 1024]
+    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(drawing=Drawing(long=4096, chunk=16))
+    longest = ModuleDomain(longest=64, drawing=Drawing(long=4096))
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
 
 
@@ -162,12 +162,12 @@ def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> N
     described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16, cost=cost)
     domain: Any = with_sizes(described, "cpu").domain
     crowd = cost == "interpreted"
-    assert domain == Domain(chunk=16, long=most, batch_heads=None if crowd else 65_535)
+    assert domain == Domain(batch_heads=None if crowd else 65_535, drawing=Drawing(chunk=16, long=most))
     assert (crowd_of(domain) is not None) == crowd
-    assert with_sizes(described, "cuda").domain == Domain(chunk=16, long=MOST_ON_GPU)
+    assert with_sizes(described, "cuda").domain == Domain(drawing=Drawing(chunk=16, long=MOST_ON_GPU))
     paths = dataclasses.replace(described, domain=PathDomain())
-    assert with_sizes(paths, "cpu").domain == PathDomain(chunk=16)
-    assert with_sizes(described, "cpu", large=False).domain == Domain(chunk=16)
+    assert with_sizes(paths, "cpu").domain == PathDomain(drawing=Drawing(chunk=16))
+    assert with_sizes(described, "cpu", large=False).domain == Domain(drawing=Drawing(chunk=16))
 
 
 def test_a_token_costs_what_the_adapter_declares_or_has_imported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +204,14 @@ def test_a_long_case_has_more_time_than_others() -> None:
 @pytest.mark.slow
 def test_plain_torch_is_quick(spec: str, want: str, worker: Worker) -> None:
     described = asking.describe(spec, worker)
-    assert with_sizes(described, "cpu").domain.long == MOST[want]
+    assert with_sizes(described, "cpu").domain.drawing.long == MOST[want]
 
 
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fla/fused_recurrent", f"{EXAMPLE}:MyKernel"])
 def test_a_triton_kernel_is_interpreted(spec: str, worker: Worker) -> None:
-    assert with_sizes(asking.describe(spec, worker), "cpu").domain.long == MOST["interpreted"]
+    assert with_sizes(asking.describe(spec, worker), "cpu").domain.drawing.long == MOST["interpreted"]
 
 
 # What is wrong only where something is large

@@ -8,8 +8,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,12 @@ from torch import Tensor
 from oracles.arithmetic.counter import integers, mix_number
 from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES, Inputs, Operation, Port, sequence_count
-from properties.words.line import Line, check_choices, text_of
+from properties.words.line import SEEDS, Line
+from properties.words.word import Word
 
 OFFSETS = "cu_seqlens"
 KINDS = ("fp32", "negative", "unit", "normalised")
 VALUES = ("ordinary", "scaled", "repeated")
-_FIELDS: dict[str, Sequence[str]] = {
-    "operation": ("call",),
-    "dtype": tuple(DTYPES),
-    "values": VALUES,
-    "offsets": ("int64", "int32"),
-}
 _AXIS = re.compile(r"[A-Z]+\Z")
 STREAMS = 64  # streams of random numbers of one seed
 
@@ -107,44 +102,37 @@ def sizes_of(text: str) -> dict[str, int]:
 class CallCase(Line):
     """One call of any callable. Fields at their defaults are left out of the line.
 
-    `takes` and `gives` name the inputs and outputs with their axes. B and T are the axes of tokens, N is that of sequences, and
-    `sizes` has the sizes of the others. Numbers are uniform in [-1, 1); those of kind "negative" in [-1, 0), of kind "unit" in
-    [0, 1), and rows of kind "normalised" have the 2-norm 1. `values` is the regime of inputs with tokens: "scaled" multiplies each
-    token by a power of two from 1 to 1/64, and "repeated" repeats the first token.
+    Numbers are uniform in [-1, 1); those of kind "negative" in [-1, 0), of kind "unit" in [0, 1), and rows of kind "normalised"
+    have the 2-norm 1.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "values", "packed")
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-
     lengths: tuple[int, ...]
-    operation: str = "call"
+    operation: Annotated[str, Word(choices=("call",))] = "call"
     takes: str = "x:B.T.D"
+    """The inputs with their axes. B and T are the axes of tokens, N is that of sequences."""
     gives: str = "y:B.T.D"
+    """The outputs with their axes."""
     sizes: str = "D:8"
-    packed: bool = False
-    dtype: str = "fp32"
-    values: str = "ordinary"
-    offsets: str = "int64"
-    backward: bool = True
-    seed: int = 0
+    """The sizes of the other axes."""
+    packed: Annotated[bool, Word(counted=True)] = False
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    """The regime of inputs with tokens: "scaled" multiplies each token by a power of two from 1 to 1/64, and "repeated" repeats the
+    first token."""
+    offsets: Annotated[str, Word(choices=("int64", "int32"), simplest=("int64",), acts=lambda case: case.packed)] = "int64"
+    backward: Annotated[bool, Word(simplest=(False,))] = True
+    seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _FIELDS)
-        if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
-        if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        self.check_words()
         axes = {axis for argument in (*self.arguments, *arguments_of(self.gives)) for axis in argument.axes} - {"B", "T", "N"}
         if sizes_of(self.sizes).keys() != axes:
             raise ValueError(f"sizes must name the axes {', '.join(sorted(axes)) or 'of none'}, got {self.sizes!r}")
         if self.packed and OFFSETS not in (argument.name for argument in self.arguments):
             raise ValueError(f"packed=yes needs the input {OFFSETS}, got takes={self.takes}")
         operation_of(self.takes, self.gives)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
 
     def __str__(self) -> str:
         return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line

@@ -2,15 +2,16 @@
 
 import dataclasses
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from oracles.operation import DTYPES
 from properties.calls.case import OFFSETS, VALUES, CallCase, arguments_of, operation_of, sizes_of
+from properties.words.domain import AnyDomain
 from properties.words.lengths import BLOCKS, EDGES, lengths
 from properties.words.names import known_fields
+from properties.words.word import flag, some_of
 
 SIZES = (8, 16, 1, 24, 33, 64)
 HEADS = (1, 2, 4, 3)
@@ -20,42 +21,43 @@ Named = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 @known_fields
 @dataclasses.dataclass(frozen=True)
-class CallDomain:
-    """The calls for which a callable promises right results.
-
-    `inputs` and `outputs` map names to axes, such as {"q": "B T H K"}. B and T are the axes of tokens, N is that of sequences; a
-    tensor with neither is a parameter. Behind the axes may stand the kind of the numbers: "fp32" (whatever the dtype of the case),
-    "negative" (-1 to 0, as log-decays), "unit" (0 to 1) or "normalised" (rows of 2-norm 1). {"cu_seqlens": "offsets"} are the
-    offsets of packed sequences, None in a batch. `sizes` maps an axis to the sizes that are drawn; HV is drawn as a multiple of H.
-
-    `causal` says that no output of a token depends on later tokens. `isolated` says that this and the independence of sequences are
-    exact to the bit; an FFT over tokens is not. `empty` says whether a sequence may have no tokens, and `longest` is the most
-    tokens of a sequence. The other fields mean the same as in Domain.
+class CallDomain(AnyDomain):
+    """The calls for which a callable promises right results. Fields that Domain has too mean the same.
 
     ValueError for a field outside its choices or range.
     """
 
+    CASE = CallCase
+
     operation: str = "call"
     inputs: Any = (("x", "B T D"),)
+    """Names and axes, such as {"q": "B T H K"}. B and T are the axes of tokens, N is that of sequences; a tensor with neither is a
+    parameter. Behind the axes may stand the kind of the numbers: "fp32" (whatever the dtype of the case), "negative" (-1 to 0, as
+    log-decays), "unit" (0 to 1) or "normalised" (rows of 2-norm 1). {"cu_seqlens": "offsets"} are the offsets of packed sequences,
+    None in a batch."""
     outputs: Any = (("y", "B T D"),)
+    """Names and axes."""
     sizes: Any = ()
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    batched: bool = True
+    """The sizes that are drawn for an axis, by axis; HV is drawn as a multiple of H."""
+    dtypes: Annotated[tuple[str, ...], some_of("dtype")] = ("fp32", "bf16", "fp16")
+    batched: Annotated[bool, flag("packed", value=False)] = True
     empty: bool = False
+    """Whether a sequence may have no tokens."""
     longest: int = 150
+    """The most tokens of a sequence."""
     causal: bool = True
+    """Whether no output of a token depends on later tokens."""
     isolated: bool = True
+    """Whether this and the independence of sequences are exact to the bit; an FFT over tokens is not."""
     views: bool = True
     deterministic: bool = True
     position_independent: bool = False
-    backward: bool = True
+    backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
     threads: bool = True
     streams: bool = True
 
     def __post_init__(self) -> None:
-        if self.operation != "call":
-            raise ValueError(f"operation must be call, got {self.operation!r}")
         for name in ("inputs", "outputs", "sizes"):
             value: Any = getattr(self, name)
             pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
@@ -67,8 +69,9 @@ class CallDomain:
             frozen: Any = tuple((axes, tuple(found)) if entry is tuple else (axes, found) for axes, found in pairs)
             object.__setattr__(self, name, frozen)
         operation_of(self.takes, self.gives)
-        if not isinstance(self.dtypes, tuple) or not self.dtypes or not set(self.dtypes) <= set(DTYPES):
-            raise ValueError(f"dtypes must be a tuple of some of {', '.join(DTYPES)}, got {self.dtypes!r}")
+        if not (self.packed or self.batched):
+            raise ValueError(f"batched must be True unless there is the input {OFFSETS}, got False")
+        self.check_fields()
         for axis, choices in self.sizes:
             if axis not in self.axes or not choices or not all(isinstance(size, int) and size > 0 for size in choices):
                 raise ValueError(f"sizes must map axes among {', '.join(self.axes)} to numbers from 1 up, got {axis}: {choices!r}")
@@ -78,8 +81,6 @@ class CallDomain:
             )
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
-        if not (self.packed or self.batched):
-            raise ValueError(f"batched must be True unless there is the input {OFFSETS}, got False")
 
     @property
     def packed(self) -> bool:
@@ -112,37 +113,21 @@ class CallDomain:
         named: dict[str, tuple[int, ...]] = dict(self.sizes)
         return named.get(axis, HEADS if axis == "H" else SIZES)
 
-    def outside(self, case: CallCase) -> str | None:
-        """Return why `case` is outside the domain, or None."""
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         sizes = sizes_of(case.sizes)
         limits = [axis for axis in sizes if not (axis == "HV" and "H" in sizes) or "HV" in dict(self.sizes)]
-        checks = (
+        return (
             ((case.takes, case.gives) == (self.takes, self.gives), "the line has other inputs or outputs than the adapter"),
-            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (
                 all(min(self.choices(axis)) <= sizes[axis] <= max(self.choices(axis)) for axis in limits if axis in self.axes),
                 f"sizes={case.sizes} are not within the sizes of the domain",
             ),
             ("HV" not in sizes or sizes["HV"] % sizes.get("H", 1) == 0, f"sizes={case.sizes}: HV must be a multiple of H"),
             (self.packed or not case.packed, "packed=yes is not supported"),
-            (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (max(case.lengths) <= self.longest, f"lengths={max(case.lengths)}: more than {self.longest} tokens are not supported"),
-            (self.backward or not case.backward, "backward=yes is not supported"),
         )
-        return next((reason for inside, reason in checks if not inside), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the domain as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "CallDomain":
-        """Return the domain from the data of `to_json`."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        for name in ("inputs", "outputs", "sizes"):
-            fields[name] = tuple((key, value) for key, value in data[name])
-        return cls(**fields)
 
 
 def _far(chance: random.Random, longest: int) -> int:

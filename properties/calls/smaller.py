@@ -1,16 +1,7 @@
 """How calls shrink."""
 
-from typing import Any
-
 from properties.calls.case import CallCase, sizes_of
 from properties.words.smaller import Changes, Smaller, below, fewer_sequences, longer_sequences, shorter_sequences, unpacked
-
-SIMPLEST_CALL: dict[str, tuple[Any, ...]] = {
-    "offsets": ("int64",),
-    "values": ("ordinary",),
-    "backward": (False,),
-    "dtype": ("fp32", "bf16"),
-}
 
 
 def _axes(case: CallCase) -> Changes:
@@ -22,4 +13,4 @@ def _axes(case: CallCase) -> Changes:
             yield f"sizes={text}", {"sizes": text}
 
 
-SMALLER_CALLS = Smaller((fewer_sequences, unpacked, shorter_sequences, _axes), SIMPLEST_CALL, (), telling=(longer_sequences,))
+SMALLER_CALLS = Smaller(CallCase, (fewer_sequences, unpacked, shorter_sequences, _axes), (), telling=(longer_sequences,))

@@ -32,8 +32,8 @@ from properties.laws.law import (
     with_others,
 )
 from properties.words.example import Example
-from properties.words.line import text_of
 from properties.words.options import text_of_values, values_of
+from properties.words.word import text_of
 
 ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that a kernel may need
 

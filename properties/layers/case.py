@@ -7,8 +7,7 @@ counter: states, and parameters that only the KDA layer has or has in another sh
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,25 +21,14 @@ from properties.modules.case import pads_of
 from properties.paths.case import GATES, ParallelCase, scale_of
 from properties.rules.case import PARAMETER_DTYPES
 from properties.rules.numbers import LOWER_BOUNDS
-from properties.words.line import Line, check_choices, text_of
+from properties.words.line import Line
 from properties.words.options import values_of
+from properties.words.word import Word
 
 VALUES = ("ordinary", "scaled", "small", "zero_rows")
 STATES = ("none", "zero", "random")
 EPS = ("1e-6", "1e-5")
 LAYERS = {operation.name: operation for operation in (GDN_LAYER, KDA_LAYER)}
-_FIELDS: dict[str, Sequence[str]] = {
-    "operation": tuple(LAYERS),
-    "dtype": tuple(DTYPES),
-    "gate": GATES,
-    "values": VALUES,
-    "state": STATES,
-    "eps": EPS,
-    "offsets": ("int64", "int32"),
-    "gating": GATINGS,
-    "lower_bound": tuple(LOWER_BOUNDS),
-    "parameter_dtype": PARAMETER_DTYPES,
-}
 _STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
 _STREAMS |= {name: 62 + (index << 40) for index, name in enumerate(("in_proj", "decay_proj", "gate_proj", "gate_bias", "dt_bias"))}
 SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as the root of their norm's eps
@@ -50,59 +38,52 @@ SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as 
 class LayerCase(Line):
     """One call of the layer. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory of the heads,
-    set by A_log and dt_bias. `values` is the regime of the hidden states. With `cached`, the recurrent state and the convolution's
-    state come out, and `state` says what goes in. Without it, the call is one of training. `gating` is the function of the norm's
-    gate, and `lower_bound` the lower bound of a KDA layer's log-decay. `parameter_dtype` is the dtype of A_log and dt_bias, float32
-    or that of the hidden states. `options` are the options of the implementation (properties/words/options.py) that do not have
-    their first value.
-
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = (
-        *("dtype", "gate", "values", "cached", "state", "packed"),
-        *("gating", "lower_bound", "parameter_dtype"),
-    )
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-    # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
-    KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
-        *("allow_neg_eigval", "offsets", "gating", "lower_bound", "parameter_dtype", "options"),
-    )
-
     lengths: tuple[int, ...]
-    operation: str = "gdn_layer"
-    packed: bool = False
-    heads: int = 1
-    value_heads: int = 1
-    key_dim: int = 8
-    value_dim: int = 8
+    """Tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal."""
+    operation: Annotated[str, Word(choices=tuple(LAYERS))] = "gdn_layer"
+    packed: Annotated[bool, Word(key=True, counted=True)] = False
+    heads: Annotated[int, Word(key=True)] = 1
+    value_heads: Annotated[int, Word(key=True)] = 1
+    key_dim: Annotated[int, Word(key=True)] = 8
+    value_dim: Annotated[int, Word(key=True)] = 8
     hidden: int = 8
-    conv_width: int = 4
-    conv_bias: bool = False
-    dtype: str = "fp32"
-    gate: str = "long"
-    values: str = "ordinary"
-    cached: bool = False
-    state: str = "none"
-    eps: str = "1e-6"
-    allow_neg_eigval: bool = False
-    offsets: str = "int64"
-    gating: str = "silu"
-    lower_bound: str = "none"
-    parameter_dtype: str = "fp32"
-    options: str = "none"
-    backward: bool = True
+    conv_width: Annotated[int, Word(key=True, simplest=(1, 2, 3))] = 4
+    conv_bias: Annotated[bool, Word(key=True, simplest=(False,))] = False
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), key=True, counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    gate: Annotated[str, Word(choices=GATES, counted=True, simplest=("long", "ordinary"))] = "long"
+    """The memory of the heads, set by A_log and dt_bias."""
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    """The regime of the hidden states."""
+    cached: Annotated[bool, Word(key=True, counted=True, simplest=(False,))] = False
+    """Whether the recurrent state and the convolution's state come out; else the call is one of training."""
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero"))] = "none"
+    """What goes in; a kernel depends only on whether something does."""
+    eps: Annotated[str, Word(choices=EPS, simplest=("1e-6",))] = "1e-6"
+    allow_neg_eigval: Annotated[bool, Word(key=True, simplest=(False,))] = False
+    offsets: Annotated[str, Word(choices=("int64", "int32"), key=True, simplest=("int64",), acts=lambda case: case.packed)] = (
+        "int64"
+    )
+    gating: Annotated[str, Word(choices=GATINGS, key=True, counted=True, simplest=("silu",))] = "silu"
+    """The function of the norm's gate."""
+    lower_bound: Annotated[
+        str,
+        Word(
+            choices=tuple(LOWER_BOUNDS), key=True, counted=True, simplest=("none",), acts=lambda case: case.operation == "kda_layer"
+        ),
+    ] = "none"
+    """The lower bound of a KDA layer's log-decay."""
+    parameter_dtype: Annotated[str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, simplest=("fp32",))] = "fp32"
+    """The dtype of A_log and dt_bias: float32, or that of the hidden states."""
+    options: Annotated[str, Word(key=True)] = "none"
+    """Options of the implementation that do not have their first value (properties/words/options.py)."""
+    backward: Annotated[bool, Word(simplest=(False,))] = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _FIELDS)
-        if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
-        if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        self.check_words()
         values_of(self.options)
         if self.operation == "kda_layer" and self.gating != "silu":
             raise ValueError(f"gating must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gating}")

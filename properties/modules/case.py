@@ -7,8 +7,8 @@ of two and rounded to the tensor's dtype.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM,
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.rules.case import PARAMETER_DTYPES
 from properties.rules.numbers import LOG_BITS, LOWER_BOUNDS
-from properties.words.line import Line, check_choices, text_of
+from properties.words.line import MAX_HEADS, SEEDS, Line
 from properties.words.options import values_of
+from properties.words.word import Word, text_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}
 VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
@@ -36,46 +37,9 @@ SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligib
 # 64 fits into fp16, but the sum of squares over many channels does not.
 LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0, "residual": 64.0}
 GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**7}  # factors of x: sums over tokens and channels still fit
-MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS, MAX_CONV_WIDTH = 2**20, 2**16, 8192, 1024, 64
+MAX_WIDTH, MAX_CONV_WIDTH = 8192, 64
 
-_CHOICES: dict[str, Sequence[str]] = {
-    "operation": tuple(MODULES),
-    "dtype": tuple(DTYPES),
-    "values": VALUES,
-    "state": STATES,
-    "state_columns": STATE_COLUMNS,
-    "activation": ACTIVATIONS,
-    "eps": tuple(EPS),
-    "residual": RESIDUALS,
-    "gating": GATINGS,
-    "lower_bound": tuple(LOWER_BOUNDS),
-    "parameter_dtype": PARAMETER_DTYPES,
-    "offsets": ("int64", "int32"),
-}
-# Words that only some operations have, with these operations.
-_OF = {
-    "packed": ("causal_conv1d",),
-    "heads": ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm"),
-    "width": ("causal_conv1d", "kda_gate", "l2norm", "gated_rms_norm", "norm_gate_linear"),
-    "out_width": ("norm_gate_linear",),
-    "conv_width": ("causal_conv1d",),
-    "bias": ("causal_conv1d", "norm_gate_linear"),
-    "weight": ("gated_rms_norm", "norm_gate_linear"),
-    "activation": ("causal_conv1d",),
-    "state": ("causal_conv1d",),
-    "state_columns": ("causal_conv1d",),
-    "final_state": ("causal_conv1d",),
-    "oldest": ("causal_conv1d",),
-    "eps": ("l2norm", "gated_rms_norm", "norm_gate_linear"),
-    "dt_bias": ("gdn_gate", "kda_gate"),
-    "beta": ("gdn_gate", "kda_gate"),
-    "allow_neg_eigval": ("gdn_gate", "kda_gate"),
-    "offsets": ("causal_conv1d",),
-    "residual": ("causal_conv1d", "gated_rms_norm"),
-    "gating": ("gated_rms_norm",),
-    "lower_bound": ("kda_gate",),
-    "parameter_dtype": ("gdn_gate", "kda_gate"),
-}
+CONV, GATE = ("causal_conv1d",), ("gdn_gate", "kda_gate")
 # Other streams than those of Case and ParallelCase.
 _STREAMS = {
     name: 48 + index
@@ -93,11 +57,6 @@ def pads_of(numbers: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
     pads = [number % max(length, 1) for number, length in zip(numbers, lengths, strict=True)]
     pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
     return tuple(pads)
-
-
-def words_of(operation: str) -> tuple[str, ...]:
-    """Return the words of a line that this operation has but not all operations have."""
-    return tuple(name for name, operations in _OF.items() if operation in operations)
 
 
 def _decays(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -120,82 +79,68 @@ _DECAYS = {operation.name: _without_beta(operation) for operation in (GDN_GATE, 
 class ModuleCase(Line):
     """One call of a module. Fields at their defaults, which are the simplest values, are left out of the line; `op` never is.
 
-    `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V, and
-    `out_width` is E. `values` is the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact.
-    `beta=no` means that the gate is computed without beta. `state_columns` says how many columns the states of a convolution
-    have, W or W - 1. `oldest=no` means that column 0 of a final state of W columns, which no output reads, has a cotangent of
-    zeros. `residual` says whether a residual is added: to the result of a convolution, or to the x of a gated norm, which may
-    return the sum too. `gating` is the function of a norm's gate, and `lower_bound` is the lower bound of KDA's gate.
-    `parameter_dtype` is the dtype of A_log and dt_bias: float32, or that of a. `options` are the options of the implementation
-    (properties/words/options.py) that do not have their first value.
-
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = (
-        *("dtype", "values", "state", "activation", "eps"),
-        *("residual", "gating", "lower_bound", "parameter_dtype"),
-    )
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
-    # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
-    KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "width", "out_width", "conv_width", "dtype", "bias", "weight", "activation", "state", "state_columns"),
-        *("final_state", "dt_bias", "beta", "allow_neg_eigval", "offsets"),
-        *("residual", "gating", "lower_bound", "parameter_dtype", "options"),
-    )
-
     lengths: tuple[int, ...]
-    operation: str
-    packed: bool = False
-    heads: int = 1
-    width: int = 16
-    out_width: int = 16
-    conv_width: int = 4
-    dtype: str = "fp32"
-    values: str = "ordinary"
-    bias: bool = False
-    weight: bool = True
-    activation: str = "none"
-    state: str = "none"
-    state_columns: str = "W"
-    final_state: bool = True
-    oldest: bool = True
-    eps: str = "1e-6"
-    dt_bias: bool = True
-    beta: bool = True
-    allow_neg_eigval: bool = False
-    offsets: str = "int64"
-    residual: str = "none"
-    gating: str = "silu"
-    lower_bound: str = "none"
-    parameter_dtype: str = "fp32"
-    options: str = "none"
-    backward: bool = True
-    seed: int = 0
+    """Tokens per sequence: packed (convolution only) or a batch."""
+    operation: Annotated[str, Word(choices=tuple(MODULES))]
+    packed: Annotated[bool, Word(key=True, of=CONV)] = False
+    heads: Annotated[int, Word(span=(1, MAX_HEADS), key=True, of=(*GATE, "l2norm", "gated_rms_norm"))] = 1
+    """H or HV."""
+    width: Annotated[
+        int, Word(span=(1, MAX_WIDTH), key=True, of=(*CONV, "kda_gate", "l2norm", "gated_rms_norm", "norm_gate_linear"))
+    ] = 16
+    """D, K or V."""
+    out_width: Annotated[int, Word(span=(1, MAX_WIDTH), key=True, of=("norm_gate_linear",))] = 16
+    """E."""
+    conv_width: Annotated[int, Word(span=(1, MAX_CONV_WIDTH), key=True, of=CONV, simplest=(1, 2, 3))] = 4
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), key=True, counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    """The regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact."""
+    bias: Annotated[bool, Word(key=True, of=(*CONV, "norm_gate_linear"), simplest=(False,))] = False
+    weight: Annotated[bool, Word(key=True, of=("gated_rms_norm", "norm_gate_linear"), simplest=(False,))] = True
+    activation: Annotated[str, Word(choices=ACTIVATIONS, key=True, counted=True, of=CONV, simplest=("none",))] = "none"
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, of=CONV, simplest=("none", "zero"))] = "none"
+    """What initial states hold; a kernel depends only on whether there are any."""
+    state_columns: Annotated[str, Word(choices=STATE_COLUMNS, key=True, of=CONV, simplest=("W",))] = "W"
+    """How many columns the states of a convolution have: W, or W - 1."""
+    final_state: Annotated[bool, Word(key=True, of=CONV, simplest=(True,))] = True
+    oldest: Annotated[bool, Word(of=CONV, simplest=(True,))] = True
+    """With `no`, column 0 of a final state of W columns, which no output reads, has a cotangent of zeros."""
+    eps: Annotated[
+        str, Word(choices=tuple(EPS), counted=True, of=("l2norm", "gated_rms_norm", "norm_gate_linear"), simplest=("1e-6",))
+    ] = "1e-6"
+    dt_bias: Annotated[bool, Word(key=True, of=GATE, simplest=(False,))] = True
+    beta: Annotated[bool, Word(key=True, of=GATE, simplest=(False,))] = True
+    """Whether beta is computed beside the gate."""
+    allow_neg_eigval: Annotated[bool, Word(key=True, of=GATE, simplest=(False,))] = False
+    offsets: Annotated[
+        str, Word(choices=("int64", "int32"), key=True, of=CONV, simplest=("int64",), acts=lambda case: case.packed)
+    ] = "int64"
+    residual: Annotated[
+        str, Word(choices=RESIDUALS, key=True, counted=True, of=(*CONV, "gated_rms_norm"), simplest=("none", "added"))
+    ] = "none"
+    """Whether a residual is added: to the result of a convolution, or to the x of a gated norm, which may return the sum too."""
+    gating: Annotated[str, Word(choices=GATINGS, key=True, counted=True, of=("gated_rms_norm",), simplest=("silu",))] = "silu"
+    """The function of a norm's gate."""
+    lower_bound: Annotated[str, Word(choices=tuple(LOWER_BOUNDS), key=True, counted=True, of=("kda_gate",), simplest=("none",))] = (
+        "none"
+    )
+    """The lower bound of KDA's gate."""
+    parameter_dtype: Annotated[str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, of=GATE, simplest=("fp32",))] = "fp32"
+    """The dtype of A_log and dt_bias: float32, or that of a."""
+    options: Annotated[str, Word(key=True)] = "none"
+    """Options of the implementation that do not have their first value (properties/words/options.py)."""
+    backward: Annotated[bool, Word(simplest=(False,))] = True
+    seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _CHOICES)
-        if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
-        if len(self.lengths) > MAX_SEQUENCES:
-            raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
-        if sum(self.lengths) > MAX_TOKENS:
-            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
-        for name, most in (
-            ("heads", MAX_HEADS),
-            ("width", MAX_WIDTH),
-            ("out_width", MAX_WIDTH),
-            ("conv_width", MAX_CONV_WIDTH),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        self.check_words()
         plain = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, operations in _OF.items():
-            if self.operation not in operations and getattr(self, name) != plain[name]:
+        for name, known in self.WORDS.items():
+            if known.of and self.operation not in known.of and getattr(self, name) != plain[name]:
                 raise ValueError(f"op={self.operation} has no {name}: it must be left out, got {text_of(getattr(self, name))}")
-        if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
         if self.values == "whole" and (self.operation != "causal_conv1d" or self.activation != "none"):
             raise ValueError(
                 f"values=whole needs op=causal_conv1d activation=none: only then is the answer exact, "
@@ -208,8 +153,6 @@ class ModuleCase(Line):
             raise ValueError(f"residual=returned needs op=gated_rms_norm, got op={self.operation}")
         if self.allow_neg_eigval and not self.beta:
             raise ValueError("allow_neg_eigval=yes needs beta=yes, which it doubles, got beta=no")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
 
     @classmethod
     def fields_of(cls, words: dict[str, str]) -> dict[str, str]:
@@ -434,3 +377,8 @@ class _Builder:
         counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)
         key = mix_number(self.case.seed * 64 + _STREAMS[name] + (salt << 40))
         return integers((counter.flatten(), key, bits))[0].view(shape)
+
+
+def words_of(operation: str) -> tuple[str, ...]:
+    """Return the words of a line that this operation has but not all operations have."""
+    return tuple(name for name, known in ModuleCase.WORDS.items() if operation in known.of)

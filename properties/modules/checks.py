@@ -1,4 +1,4 @@
-"""What the laws of a layer's modules alone compare. Which cases they are asked about is in module_laws.py."""
+"""What the laws of a layer's modules alone compare. Which cases they get is in laws.py."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -2,31 +2,34 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from oracles.norm import GATINGS
 from properties.modules.case import (
     ACTIVATIONS,
     EPS,
     MAX_CONV_WIDTH,
     MAX_WIDTH,
-    MODULES,
-    RESIDUALS,
-    STATE_COLUMNS,
     VALUES,
     ModuleCase,
     words_of,
 )
-from properties.rules.case import PARAMETER_DTYPES
-from properties.rules.numbers import LOWER_BOUNDS
-from properties.words.domain import LARGEST, OFFSETS, check_sizes, check_spans, check_tuples, check_whole, check_widths, inside
+from properties.words.domain import (
+    LARGEST,
+    OFFSETS,
+    AnyDomain,
+    check_spans,
+    check_whole,
+    check_widths,
+    inside,
+)
 from properties.words.lengths import lengths, narrow
 from properties.words.names import known_fields
-from properties.words.options import Options, check_options, draw_options, frozen_options, outside_options
+from properties.words.options import Options, draw_options
 from properties.words.sizes import LENGTHS, kind_of, large_lengths
+from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
@@ -36,89 +39,79 @@ HEADS = (1, 2, 3, 4, 8)
 
 @known_fields
 @dataclasses.dataclass(frozen=True)
-class ModuleDomain:
-    """The calls for which an implementation promises right results; by default all calls of its operation.
+class ModuleDomain(AnyDomain):
+    """The calls for which an implementation of a module promises right results; by default all calls of its operation.
 
-    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`; `fixed_widths` lists the only widths; if it
-    is not empty, it replaces `widths`. `largest_values` is the regime with the largest values that it takes, and `offsets` are
-    the dtypes of cu_seqlens. `without_weight` and `without_dt_bias` say whether the implementation can do without that input, and
-    `bias` whether it takes a bias. `beta` says whether it computes beta beside the gate, `eps` which of a case's values it can be
-    given, and `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have:
-    "W", or "W-1" without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start
-    of a batch's rows. Every sequence has at most `longest` tokens. `views`, `deterministic` and `position_independent` mean the
-    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a
-    residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`,
-    `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its
-    long cases (0 for none), and `large`, what is large in a case.
-
-    ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
+    Fields that Domain has too mean the same. ValueError for a field outside its choices or range, and unless `packed` or `batched`
+    is True.
     """
 
+    CASE = ModuleCase
+    draws_large = True
+
     operation: str = "causal_conv1d"
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    dtypes: Annotated[tuple[str, ...], some_of("dtype")] = ("fp32", "bf16", "fp16")
     widths: tuple[int, int] = (1, 1024)
+    """The least and the largest D, K or V, and also E, in steps of `width_step`."""
     width_step: int = 1
-    conv_widths: tuple[int, ...] = (4, 2, 3, 1, 5, 8)
-    activations: tuple[str, ...] = ACTIVATIONS
-    bias: bool = True
-    without_weight: bool = True
-    without_dt_bias: bool = True
-    beta: bool = True
-    negative_eigenvalues: bool = True
-    eps: tuple[str, ...] = tuple(EPS)
-    packed: bool = True
-    batched: bool = True
+    conv_widths: Annotated[tuple[int, ...], some_of("conv_width")] = (4, 2, 3, 1, 5, 8)
+    activations: Annotated[tuple[str, ...], some_of("activation")] = ACTIVATIONS
+    bias: Annotated[bool, flag("bias")] = True
+    without_weight: Annotated[bool, flag("weight", value=False)] = True
+    """Whether it can do without a weight."""
+    without_dt_bias: Annotated[bool, flag("dt_bias", value=False)] = True
+    """Whether it can do without a dt_bias."""
+    beta: Annotated[bool, flag("beta")] = True
+    """Whether it computes beta beside the gate."""
+    negative_eigenvalues: Annotated[bool, flag("allow_neg_eigval")] = True
+    eps: Annotated[tuple[str, ...], some_of("eps")] = tuple(EPS)
+    packed: Annotated[bool, flag("packed")] = True
+    batched: Annotated[bool, flag("packed", value=False)] = True
     empty: bool = True
     longest: int = 2**20
+    """The most tokens of a sequence."""
     initial_state: bool = True
     final_state: bool = True
-    state_columns: str = "W"
+    """Whether it returns a final state."""
+    state_columns: Annotated[str, one_of("state_columns")] = "W"
+    """How many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads."""
     attention_mask: bool = False
+    """Whether a mask can exclude padding at the start of a batch's rows."""
     views: bool = True
     deterministic: bool = True
     position_independent: bool = False
-    backward: bool = True
+    """Whether a token, head, channel or sequence gets the same bits wherever it stands."""
+    backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
     threads: bool = True
     streams: bool = True
-    residuals: tuple[str, ...] = ("none",)
-    gatings: tuple[str, ...] = ("silu",)
-    lower_bounds: tuple[str, ...] = ("none",)
-    parameter_dtypes: tuple[str, ...] = ("fp32",)
+    residuals: Annotated[tuple[str, ...], some_of("residual")] = ("none",)
+    """Whether it adds a residual, and whether a norm can return the sum too."""
+    gatings: Annotated[tuple[str, ...], some_of("gating")] = ("silu",)
+    """The functions of a norm's gate."""
+    lower_bounds: Annotated[tuple[str, ...], some_of("lower_bound")] = ("none",)
+    parameter_dtypes: Annotated[tuple[str, ...], some_of("parameter_dtype")] = ("fp32",)
     options: Options = ()
     exact_options: tuple[str, ...] = ()
     largest_values: str = "great"
+    """The regime with the largest values that it takes (LARGEST)."""
     fixed_widths: tuple[int, ...] = ()
-    offsets: tuple[str, ...] = OFFSETS
-    long: int = 0
-    large: str = ""
+    """The only widths; if there are any, they replace `widths`."""
+    offsets: Annotated[tuple[str, ...], some_of("offsets")] = OFFSETS
 
     def __post_init__(self) -> None:
-        if self.operation not in MODULES:
-            raise ValueError(f"operation must be one of {', '.join(MODULES)}, got {self.operation!r}")
-        tuples: tuple[tuple[str, tuple[str, ...]], ...] = (
-            *(("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS)), ("residuals", RESIDUALS)),
-            *(("gatings", GATINGS), ("lower_bounds", tuple(LOWER_BOUNDS)), ("parameter_dtypes", PARAMETER_DTYPES)),
-            ("offsets", OFFSETS),
-        )
-        check_tuples(self, *tuples)
+        self.check_fields()
         if self.largest_values not in LARGEST:
             raise ValueError(f"largest_values must be one of {', '.join(LARGEST)}, got {self.largest_values!r}")
         if "returned" in self.residuals and self.operation != "gated_rms_norm":
             raise ValueError(f"residuals must be none or added for {self.operation}, got {', '.join(self.residuals)}")
-        check_options(self.options, self.exact_options)
-        if self.state_columns not in STATE_COLUMNS:
-            raise ValueError(f"state_columns must be one of {', '.join(STATE_COLUMNS)}, got {self.state_columns!r}")
         check_spans(self, "widths", most=MAX_WIDTH)
         check_widths("fixed_widths", self.fixed_widths, "widths", self.widths == ModuleDomain.widths and self.width_step == 1)
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
-        if not (self.packed or self.batched):
-            raise ValueError("packed or batched must be True, got neither")
         if not self.batched and "packed" not in words_of(self.operation):
             raise ValueError(f"batched must be True for {self.operation}, which has no packed sequences, got False")
-        check_sizes(self.long, large=self.large)
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -129,58 +122,26 @@ class ModuleDomain:
         """Whether the width may be this one."""
         return width in self.fixed_widths if self.fixed_widths else inside(width, self.widths, self.width_step)
 
-    def outside(self, case: ModuleCase) -> str | None:
-        """Return why `case` is outside the domain, or None."""
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         least, most = self.widths
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
         widths = f"among {', '.join(map(str, self.fixed_widths))}" if self.fixed_widths else f"in {least}..{most}{steps}"
         words = words_of(self.operation)
-        checks = (
-            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
-            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+        return (
             *(
                 (name not in words or self.has_width(width), f"{name}={width} is not {widths}")
                 for name, width in (("width", case.width), ("out_width", case.out_width))
             ),
-            (
-                "conv_width" not in words or case.conv_width in self.conv_widths,
-                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
-            ),
-            (
-                "activation" not in words or case.activation in self.activations,
-                f"activation={case.activation} is not among {', '.join(self.activations)}",
-            ),
-            ("eps" not in words or case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
-            (self.bias or not case.bias, "bias=yes is not supported"),
-            (self.without_weight or case.weight, "weight=no is not supported"),
-            (self.without_dt_bias or case.dt_bias, "dt_bias=no is not supported"),
-            ("beta" not in words or self.beta or not case.beta, "beta=yes is not supported"),
-            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
-            (self.packed or not case.packed, "packed=yes is not supported"),
-            (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (max(case.lengths) <= self.longest, f"lengths={max(case.lengths)}: more than {self.longest} tokens are not supported"),
             (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
-            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
-            (
-                "state_columns" not in words or case.state_columns == self.state_columns,
-                f"state_columns={case.state_columns}: states have {self.state_columns} columns",
-            ),
             (
                 "final_state" not in words or self.final_state or not case.final_state,
                 "final_state=yes: a final state is not returned",
             ),
-            (self.backward or not case.backward, "backward=yes is not supported"),
-            *(
-                (
-                    name not in words or getattr(case, name) in values,
-                    f"{name}={getattr(case, name)} is not among {', '.join(values)}",
-                )
-                for name, values in self.rare_words.items()
-            ),
         )
-        return next((reason for inside, reason in checks if not inside), None) or outside_options(self.options, case.options)
 
     @property
     def rare_words(self) -> dict[str, tuple[str, ...]]:
@@ -191,16 +152,6 @@ class ModuleDomain:
             "lower_bound": self.lower_bounds,
             "parameter_dtype": self.parameter_dtypes,
         }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the domain as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "ModuleDomain":
-        """Return the domain from the data of `to_json`."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**{**fields, "options": frozen_options(data.get("options", ()))})
 
 
 @st.composite
@@ -224,14 +175,14 @@ def module_cases(
         return chance.choice(options) if isinstance(options, tuple) else options
 
     kinds = (*LENGTHS, "sequences") if sequences[1] >= 3 else LENGTHS
-    large = kind_of(domain.large, min(domain.long, domain.longest), longest, kinds)
+    large = kind_of(domain.drawing.large, min(domain.drawing.long, domain.longest), longest, kinds)
     heads = field("heads", HEADS[: 1 if large else None]) if "heads" in words else 1
     total = max(1, total // max(1, heads // 2))
     longest = min(longest, total, domain.longest)
     can = [choice for choice, may in ((True, domain.packed), (False, domain.batched)) if may]
     packed = "packed" in words and field("packed", can)
     if large:
-        most = min(domain.long, domain.longest)
+        most = min(domain.drawing.long, domain.longest)
         sizes = large_lengths(chance, large, sequences, most, 64, packed=packed, empty=domain.empty)
     else:
         sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from oracles.operations import RULES
 from oracles.parallel import Layout
 from oracles.sharding import Mesh
 from properties.rules.case import Case
-from properties.words.line import Line, check_choices, text_of
+from properties.words.line import MAX_TOKENS, SEEDS, Line
+from properties.words.word import Word
 
 LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
 PADDINGS = ("none", "least", "more")
@@ -36,19 +36,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "thd_all_to_all": ("per_sequence", "fused"),
     "rule": ("torch", "fla"),
 }
-MAX_RANKS, MAX_TOKENS, MAX_WIDTH = 1024, 2**20, 8192
+MAX_RANKS, MAX_WIDTH = 1024, 8192
 MOST_WIDTH = 1024  # of heads, K and V
 
-_FIELDS: dict[str, Sequence[str]] = {
-    "operation": ("gdn_layer", "causal_conv1d", *RULES),
-    "layout": LAYOUTS,
-    "padding": PADDINGS,
-    "dtype": tuple(DTYPES),
-    "gate": GATES,
-    "values": VALUES,
-    "offsets": ("int64", "int32"),
-    **CHOICES,
-}
 # A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
 _CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
 _STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias")
@@ -58,66 +48,51 @@ _STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm"
 class ParallelCase(Line):
     """One example of a path that tp x cp ranks share. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence. If packed (THD), sequences follow each other along the tokens, and each is padded as
-    `padding` says. Pad tokens are at the end of their sequence and are computed like any other. Otherwise (SBHD) the sequences are
-    a batch, and each is cut in the same way. `layout` says which tokens a CP rank has; with `sp` these are also cut over tp. The
-    fields named in CHOICES select a form of the implementation.
+    The fields named in CHOICES of this module select a form of the implementation.
 
     ValueError for a field outside its choices or range, or for lengths that the ranks cannot share.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = (
-        *("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", "recompute"),
-        *CHOICES,
-    )
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-
     lengths: tuple[int, ...]
-    operation: str = "gdn_layer"
-    tp: int = 1
-    cp: int = 1
-    sp: bool = False
-    layout: str = "zigzag"
-    packed: bool = False
-    padding: str = "none"
-    heads: int = 1
-    value_heads: int = 1
-    key_dim: int = 8
-    value_dim: int = 8
-    hidden: int = 8
-    conv_width: int = 4
-    dtype: str = "fp32"
-    gate: str = "long"
-    values: str = "ordinary"
-    conv_bias: bool = False
-    allow_neg_eigval: bool = False
-    offsets: str = "int64"
-    backward: bool = True
-    conv: str = "torch"
-    qk_norm: str = "separate"
-    thd_all_to_all: str = "per_sequence"
-    rule: str = "torch"
-    deterministic: bool = False
-    recompute: bool = False
-    seed: int = 0
+    """Tokens per sequence. If packed (THD), sequences follow each other along the tokens. Otherwise (SBHD) they are a batch, and
+    each is cut in the same way."""
+    operation: Annotated[str, Word(choices=("gdn_layer", "causal_conv1d", *RULES))] = "gdn_layer"
+    tp: Annotated[int, Word(span=(1, MAX_RANKS), counted=True)] = 1
+    cp: Annotated[int, Word(span=(1, MAX_RANKS), counted=True)] = 1
+    sp: Annotated[bool, Word(counted=True, simplest=(False,))] = False
+    """Whether the tokens of a CP rank are also cut over tp."""
+    layout: Annotated[str, Word(choices=LAYOUTS, counted=True, simplest=("zigzag", "zigzag_batch"))] = "zigzag"
+    """Which tokens a CP rank has."""
+    packed: Annotated[bool, Word(counted=True)] = False
+    padding: Annotated[str, Word(choices=PADDINGS, counted=True, simplest=("none", "least"))] = "none"
+    """How each packed sequence is padded. Pad tokens are at the end of their sequence and are computed like any other."""
+    heads: Annotated[int, Word(span=(1, MOST_WIDTH))] = 1
+    value_heads: Annotated[int, Word(span=(1, MOST_WIDTH))] = 1
+    key_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 8
+    value_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 8
+    hidden: Annotated[int, Word(span=(1, MAX_WIDTH))] = 8
+    conv_width: Annotated[int, Word(span=(1, 64), simplest=(1, 2, 3))] = 4
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    gate: Annotated[str, Word(choices=GATES, counted=True, simplest=("long", "ordinary"))] = "long"
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    conv_bias: Annotated[bool, Word(simplest=(False,))] = False
+    allow_neg_eigval: Annotated[bool, Word(simplest=(False,))] = False
+    offsets: Annotated[str, Word(choices=("int64", "int32"), simplest=("int64",), acts=lambda case: case.packed)] = "int64"
+    backward: Annotated[bool, Word(simplest=(False,))] = True
+    conv: Annotated[str, Word(choices=CHOICES["conv"], counted=True, simplest=("torch",))] = "torch"
+    qk_norm: Annotated[str, Word(choices=CHOICES["qk_norm"], counted=True, simplest=("separate",))] = "separate"
+    thd_all_to_all: Annotated[str, Word(choices=CHOICES["thd_all_to_all"], counted=True, simplest=("per_sequence",))] = (
+        "per_sequence"
+    )
+    rule: Annotated[str, Word(choices=CHOICES["rule"], counted=True, simplest=("torch",))] = "torch"
+    deterministic: Annotated[bool, Word(simplest=(False,))] = False
+    recompute: Annotated[bool, Word(counted=True, simplest=(False,))] = False
+    seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _FIELDS)
-        if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
-        for name, most in (("tp", MAX_RANKS), ("cp", MAX_RANKS), ("hidden", MAX_WIDTH), ("conv_width", 64)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
-        for name in ("heads", "value_heads", "key_dim", "value_dim"):
-            if not 1 <= getattr(self, name) <= MOST_WIDTH:
-                raise ValueError(f"{name} must be in 1..{MOST_WIDTH}, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
+        self.check_words()
         if self.value_heads % self.heads:
             raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
-        if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
         if not self.packed and self.padding != "none":
             raise ValueError(f"padding must be none unless packed=yes, got {self.padding}")
         if self.operation != "gdn_layer" and (self.tp > 1 or self.sp or self.padding != "none"):

@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from oracles.arithmetic.counter import mix_words
-from oracles.operation import DTYPES
 from properties.modules.case import MAX_CONV_WIDTH
-from properties.paths.case import CHOICES, LAYOUTS, MAX_RANKS, MAX_TOKENS, MOST_WIDTH, ParallelCase
-from properties.words.domain import check_sizes, check_tuples, check_whole
+from properties.paths.case import CHOICES, MAX_RANKS, MOST_WIDTH, ParallelCase
+from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
+from properties.words.line import MAX_TOKENS
 from properties.words.names import known_fields
+from properties.words.sizes import with_drawing
+from properties.words.word import flag, some_of
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
 FORMS = {"gdn_layer": 4}  # number of forms of these cases; FEW_FORMS if kernels of every case are compiled
@@ -45,75 +47,79 @@ class Form(NamedTuple):
 
 @known_fields
 @dataclasses.dataclass(frozen=True)
-class PathDomain:
+class PathDomain(AnyDomain):
     """The calls for which a parallel path promises right results; by default all calls of a layer.
 
-    `ranks` is the number of available ranks: tp * cp is at most that. `tensor_parallel` and `context_parallel` say whether tp and
-    cp may be over 1. `exchange_ranks` is the same for exchanges without a layer, which can afford more simulated ranks.
-    `processes` says that the path needs ranks that are processes. `choices` has the values of each choice of the path, by name.
-    Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small cases. `exchanges` says that its CP ->
-    HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that its collectives are counted.
-    `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which parts of the parameters its
-    shards are. `saves` says that it writes a checkpoint that ranks of another mesh load. `steps` says that its own training step
-    adds the gradients of parameters over the ranks. `recomputes` says that it can compute activations again in backward. `refills`
-    says that a caller may put other offsets into a `cu_seqlens` that an earlier call had. `least_piece` is the least number of
-    tokens in each piece that a CP rank holds.
-    `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
-    the chunk of the adapter.
-
-    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. A check on a GPU sets
-    `forms` (see `with_forms`): cases whose kernels are compiled have one of these forms, with widths from `compiled_widths`, or
-    from `widths` if that is empty.
+    Fields that Domain has too mean the same. ValueError for a field outside its choices or range, and unless `packed` or `batched`
+    is True.
     """
+
+    CASE = ParallelCase
 
     operation: str = "gdn_layer"
     ranks: int = 8
+    """The number of available ranks: tp * cp is at most that."""
     exchange_ranks: int = 64
+    """The same for exchanges without a layer, which can afford more simulated ranks."""
     processes: bool = False
+    """Whether the path needs ranks that are processes."""
     tensor_parallel: bool = True
+    """Whether tp may be over 1."""
     context_parallel: bool = True
-    sequence_parallel: bool = True
-    layouts: tuple[str, ...] = ("zigzag",)
-    packed: bool = True
-    batched: bool = True
+    """Whether cp may be over 1."""
+    sequence_parallel: Annotated[bool, flag("sp")] = True
+    layouts: Annotated[tuple[str, ...], some_of("layout")] = ("zigzag",)
+    packed: Annotated[bool, flag("packed")] = True
+    batched: Annotated[bool, flag("packed", value=False)] = True
     padded: bool = True
     empty: bool = True
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    offsets: tuple[str, ...] = ("int64", "int32")
+    dtypes: Annotated[tuple[str, ...], some_of("dtype")] = ("fp32", "bf16", "fp16")
+    offsets: Annotated[tuple[str, ...], some_of("offsets")] = OFFSETS
     grouped_heads: bool = True
     widths: tuple[int, ...] = (8, 16, 4, 12)
     equal_widths: bool = False
-    conv_widths: tuple[int, ...] = (4, 2, 3)
-    conv_bias: bool = True
-    negative_eigenvalues: bool = True
+    conv_widths: Annotated[tuple[int, ...], some_of("conv_width")] = (4, 2, 3)
+    conv_bias: Annotated[bool, flag("conv_bias")] = True
+    negative_eigenvalues: Annotated[bool, flag("allow_neg_eigval")] = True
     choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
+    """The values of each choice of the path, by name."""
     slow: tuple[str, ...] = ()
+    """Values of choices, as name=value, that are drawn seldom, and by the law `same` only for small cases."""
     longest: int = LONGEST
+    """The most tokens of a sequence of a batch. If it is below LONGEST, no case has two chunks on every rank."""
     exchanges: bool = True
+    """Whether its exchanges, CP -> HP and HP -> CP, can be called alone."""
     counts: bool = True
+    """Whether its collectives are counted."""
     refuses: bool = True
+    """Whether it promises to refuse illegal layouts."""
     checkpoints: bool = True
+    """Whether it reports which parts of the parameters its shards are."""
     saves: bool = False
+    """Whether it writes a checkpoint that ranks of another mesh load."""
     steps: bool = False
-    recomputes: bool = False
-    deterministic: bool = True
-    backward: bool = True
+    """Whether its own training step adds the gradients of parameters over the ranks."""
+    recomputes: Annotated[bool, flag("recompute")] = False
+    """Whether it can compute activations again in backward."""
+    deterministic: Annotated[bool, flag("deterministic")] = True
+    backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
+    """Whether a caller may put other offsets into a `cu_seqlens` that an earlier call had."""
     computes: bool = True
+    """Whether what is not an exchange can be called."""
     least_piece: int = 0
+    """The least number of tokens in each piece that a CP rank holds."""
     tf32: tuple[str, ...] = ()
+    """Values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU."""
     compiled_widths: tuple[int, ...] = ()
-    forms: tuple[Form, ...] = ()
-    chunk: int = 64
+    """The widths of cases on a GPU whose kernels are compiled; `widths` if there are none."""
 
     def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
+        self.check_fields(operations=OPERATIONS)
         for name, most in (("ranks", MAX_RANKS), ("exchange_ranks", MAX_RANKS), ("longest", MAX_TOKENS)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
-        check_tuples(self, ("layouts", LAYOUTS), ("dtypes", tuple(DTYPES)), ("offsets", ("int64", "int32")))
         if self.operation == "gdn_layer" and self.layouts != ("zigzag",):
             raise ValueError(f"layouts must be zigzag alone for gdn_layer, got {', '.join(self.layouts)}")
         check_whole("widths", self.widths, MOST_WIDTH)
@@ -125,8 +131,6 @@ class PathDomain:
         check_tuples(self, ("slow", values), ("tf32", values), least=0)
         if self.operation != "gdn_layer" and not self.context_parallel:
             raise ValueError(f"context_parallel must be True for {self.operation}, which ranks share in no other way, got False")
-        if not (self.packed or self.batched):
-            raise ValueError("packed or batched must be True, got neither")
         if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:
             raise ValueError(f"least_piece must be in 0..{MOST_PIECE}, got {self.least_piece!r}")
         if not self.packed and self.longest < 4 * self.least_piece:
@@ -134,58 +138,27 @@ class PathDomain:
                 f"longest must be at least 4 * least_piece = {4 * self.least_piece} without packed sequences, because two ranks "
                 f"have up to four pieces of a sequence, got {self.longest}"
             )
-        check_sizes(0, self.chunk)
 
-    def outside(self, case: ParallelCase) -> str | None:
-        """Return why `case` is outside the domain, or None."""
-        checks = (
-            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
+        return (
             (
                 case_ranks(case) <= max(self.ranks, self.exchange_ranks),
                 f"tp={case.tp} cp={case.cp} needs {case_ranks(case)} ranks, there are {max(self.ranks, self.exchange_ranks)}",
             ),
             (self.tensor_parallel or case.tp == 1, f"tp={case.tp}: tensor parallelism is not supported"),
             (self.context_parallel or case.cp == 1, f"cp={case.cp}: context parallelism is not supported"),
-            (self.sequence_parallel or not case.sp, "sp=yes is not supported"),
-            (case.layout in self.layouts, f"layout={case.layout} is not among {', '.join(self.layouts)}"),
-            (self.packed or not case.packed, "packed=yes is not supported"),
-            (self.batched or case.packed, "packed=no is not supported"),
             (self.padded or case.padding == "none", f"padding={case.padding} is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
-            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
-            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
             (
-                case.conv_width in self.conv_widths,
-                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
-            ),
-            (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
-            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
-            (self.backward or not case.backward, "backward=yes is not supported"),
-            (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
-            (self.recomputes or not case.recompute, "recompute=yes is not supported"),
-            (
-                not self.forms or not _compiles(case) or form_of(case) in self.forms,
+                not self.drawing.forms or not _compiles(case) or form_of(case) in self.drawing.forms,
                 "its kernels are compiled for another form than those that this check draws",
             ),
             (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
             *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
         )
-        return next((reason for inside, reason in checks if not inside), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the domain as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "PathDomain":
-        """Return the domain from the data of `to_json`."""
-
-        def frozen(value: Any) -> Any:
-            return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
-
-        return cls(**{name: frozen(value) for name, value in data.items()})
 
 
 def _check_choices(choices: object) -> None:
@@ -235,7 +208,7 @@ def with_forms(domain: PathDomain, seed: int) -> PathDomain:
                 chance.choice(domain.offsets) if packed else "int64",
             )
         )
-    return dataclasses.replace(domain, forms=tuple(forms))
+    return with_drawing(domain, forms=tuple(forms))
 
 
 def _compiles(case: ParallelCase) -> bool:
@@ -283,7 +256,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
 
     layer = domain.operation == "gdn_layer"
     meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel, context_parallel=domain.context_parallel))
-    if domain.forms:
+    if domain.drawing.forms:
         fixed = _of_a_form(chance, domain, meshes, fixed)
     if large or chance.random() < SHARED:
         meshes = [mesh for mesh in meshes if mesh[1] > 1] or meshes
@@ -351,7 +324,7 @@ def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int
         values = values if compiled else plain
         if not compiled:
             return {**fixed, **values}
-    form = chance.choice(domain.forms)
+    form = chance.choice(domain.drawing.forms)
     shared = tuple(mesh for mesh in meshes if mesh[0] * mesh[1] == form.ranks)
     return {**form._asdict(), "mesh": shared, **fixed, **values}
 
@@ -369,8 +342,8 @@ def _of_chunks(
 
     Beside the long sequence, a packed call has up to two short ones, at any place.
     """
-    least = 2 * domain.chunk * cp
-    one = chance.randint(least, least + domain.chunk * cp)
+    least = 2 * domain.drawing.chunk * cp
+    one = chance.randint(least, least + domain.drawing.chunk * cp)
     if not packed:
         return (-(-one // unit) * unit,)
     lengths = [chance.choice(SHORT) for _ in range(chance.choice((0, 1, 2)))]

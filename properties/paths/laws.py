@@ -338,7 +338,7 @@ def _path(
 
 def _many(domain: PathDomain) -> PathDomain:
     """Return the domain with all the ranks that exchanges without a layer may have. Nothing is compiled for them."""
-    return dataclasses.replace(domain, ranks=domain.exchange_ranks, forms=())
+    return dataclasses.replace(domain, ranks=domain.exchange_ranks, drawing=dataclasses.replace(domain.drawing, forms=()))
 
 
 def _plainest(domain: PathDomain) -> str | tuple[str, ...]:
@@ -377,7 +377,7 @@ def _others(domain: PathDomain) -> Callable[[ParallelCase], Sequence[str]]:
     def others(case: ParallelCase) -> Sequence[str]:
         words = case.words()
         every = [choice for choice in _alternatives(domain) if words[choice.partition("=")[0]] != choice.partition("=")[2]]
-        if domain.forms:  # with compiled kernels all choices are equally quick
+        if domain.drawing.forms:  # with compiled kernels all choices are equally quick
             return [choice for choice in every if domain.outside(_with_choice(case, choice)) is None]
         quick = [choice for choice in every if choice not in domain.slow]
         return quick + [choice for choice in every if choice in domain.slow][: 1 if case.tokens <= 40 else 0]
@@ -425,7 +425,7 @@ def _histories(domain: PathDomain) -> st.SearchStrategy[Example]:
         return [kind for kind in kinds if _lacks_history(case, kind) is None]
 
     drawn = [path_cases(domain, tokens=40, chunked=0.0)]
-    if any(form.packed for form in domain.forms) if domain.forms else domain.packed:
+    if any(form.packed for form in domain.drawing.forms) if domain.drawing.forms else domain.packed:
         several = path_cases(domain, tokens=40, chunked=0.0, packed=True)
         drawn.append(several.filter(lambda case: len({*case.lengths}) > 1))
     return either([all_variants(cases, possible) for cases in drawn])

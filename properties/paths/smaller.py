@@ -1,8 +1,6 @@
 """How cases of paths shrink."""
 
-from typing import Any
-
-from properties.paths.case import CHOICES, ParallelCase
+from properties.paths.case import ParallelCase
 from properties.words.smaller import (
     Changes,
     Smaller,
@@ -13,23 +11,6 @@ from properties.words.smaller import (
     shorter_sequences,
     unpacked,
 )
-
-SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
-    **{name: values[:1] for name, values in CHOICES.items()},
-    "layout": ("zigzag", "zigzag_batch"),
-    "deterministic": (False,),
-    "recompute": (False,),
-    "sp": (False,),
-    "padding": ("none", "least"),
-    "conv_bias": (False,),
-    "allow_neg_eigval": (False,),
-    "offsets": ("int64",),
-    "values": ("ordinary",),
-    "gate": ("long", "ordinary"),
-    "backward": (False,),
-    "dtype": ("fp32", "bf16"),
-    "conv_width": (1, 2, 3),
-}
 
 
 def _mesh(case: ParallelCase) -> Changes:
@@ -59,8 +40,8 @@ def _shared_heads(case: ParallelCase) -> Changes:
 
 
 SMALLER_PATHS = Smaller(
+    ParallelCase,
     (_mesh, fewer_sequences, unpacked, _pieces, shorter_sequences, _shared_heads),
-    SIMPLEST_PATH,
     ("key_dim", "value_dim", "hidden"),
     telling=(longer_sequences,),
 )

@@ -7,8 +7,7 @@ same bits everywhere.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,30 +16,15 @@ from oracles.arithmetic.counter import integers, mix_number
 from oracles.decode import TOKENS, decode
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.rules.case import INSIDE, Case
-from properties.words.line import MAX_SEQUENCES, Line, check_choices
+from properties.words.line import MAX_SEQUENCES, Line
 from properties.words.options import values_of
+from properties.words.word import Word, like
 
 PADDING_SLOTS = ("-1", "0")
 SOME = ("none", "some", "all")
 FREE = ("zero", "random", "nan")
 BLOCK_SIZES = (4, 8, 16, 32, 64)
 RULES = ("gated_delta_rule", "kda")
-_FIELDS: dict[str, Sequence[str]] = {
-    "operation": ("decode",),
-    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay", "parameter_dtype", "qk_norm_eps", "qk_norm_form")},
-    "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
-    "state": ("zero", "random"),
-    "rule": RULES,
-    "drafts": ("chain", "tree"),
-    "state_dtype": tuple(DTYPES),
-    "free": FREE,
-    "padding_slot": PADDING_SLOTS,
-    "padded": SOME,
-    "fresh": SOME,
-    "accepted": ("all", "some", "any"),
-    "indices": ("int64", "int32"),
-    "block_v": ("default", *map(str, BLOCK_SIZES)),
-}
 _STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan", "parents"))}
 # For each dtype of a pool: the integer type of its bits, a quiet NaN, and the bits that a NaN may have besides.
 _NAN = {
@@ -54,89 +38,66 @@ _NAN = {
 class PoolCase(Line):
     """One call of decode. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are the new tokens of each request (one token, a draft of several, or a prompt), as a batch or packed. The pool has
-    one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no request. The seed
-    decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
-    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. With
-    accepted=any, one request at least keeps none. `block_v` is how many value channels an implementation is told to process at a
-    time; it changes no result. `rule` is the rule that is decoded, and `state_dtype` the dtype of the pool. `drafts` says whether
-    each token follows the one before it, or whether the tokens of a request are a tree that the seed decides. The other fields are
-    those of properties/rules/case.py.
+    The pool has one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no
+    request. The seed decides which request has which slot. Fields that a rule's case has too mean the same.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES = (
-        "dtype",
-        "gate",
-        "beta",
-        "values",
-        "state",
-        "free",
-        "padded",
-        "fresh",
-        "accepted",
-        "block_v",
-        "in_kernel",
-        "state_dtype",
-        "drafts",
-        "decay",
-        "parameter_dtype",
-        "qk_norm_eps",
-        "qk_norm_form",
-    )
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-    # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
-    KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
-        *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "parameter_dtype"),
-        *("qk_norm_eps", "qk_norm_form", "options"),
-    )
-
     lengths: tuple[int, ...]
-    operation: str = "decode"
-    packed: bool = False
-    heads: int = 1
-    value_heads: int = 1
-    key_dim: int = 16
-    value_dim: int = 16
-    dtype: str = "fp32"
-    gate: str = "forever"
-    gate_dtype: str = "fp32"
-    beta: str = "ordinary"
-    values: str = "ordinary"
-    state: str = "zero"
-    scale: str = "default"
-    qk_norm: bool = False
-    offsets: str = "int64"
-    spare: int = 0
-    free: str = "zero"
-    padding_slot: str = "-1"
-    padded: str = "none"
-    fresh: str = "none"
-    accepted: str = "all"
-    indices: str = "int64"
-    block_v: str = "default"
-    rule: str = "gated_delta_rule"
-    in_kernel: str = "none"
-    dt_bias: bool = True
-    state_dtype: str = "fp32"
-    drafts: str = "chain"
-    decay: str = "log"
-    parameter_dtype: str = "fp32"
-    qk_norm_eps: str = "1e-6"
-    qk_norm_form: str = "inside"
-    options: str = "none"
-    seed: int = 0
+    """The new tokens of each request (one token, a draft of several, or a prompt), as a batch or packed."""
+    operation: Annotated[str, Word(choices=("decode",))] = "decode"
+    packed: Annotated[bool, like(Case, "packed")] = False
+    heads: Annotated[int, like(Case, "heads")] = 1
+    value_heads: Annotated[int, like(Case, "value_heads")] = 1
+    key_dim: Annotated[int, like(Case, "key_dim")] = 16
+    value_dim: Annotated[int, like(Case, "value_dim")] = 16
+    dtype: Annotated[str, like(Case, "dtype")] = "fp32"
+    gate: Annotated[str, like(Case, "gate")] = "forever"
+    gate_dtype: Annotated[str, like(Case, "gate_dtype")] = "fp32"
+    beta: Annotated[str, like(Case, "beta")] = "ordinary"
+    values: Annotated[str, like(Case, "values", choices=tuple(value for value in Case.CHOICES["values"] if value != "one_hot"))] = (
+        "ordinary"
+    )
+    state: Annotated[str, like(Case, "state", choices=("zero", "random"), key=False, simplest=("zero",))] = "zero"
+    """What the requests' slots hold."""
+    scale: Annotated[str, like(Case, "scale")] = "default"
+    qk_norm: Annotated[bool, like(Case, "qk_norm")] = False
+    offsets: Annotated[str, like(Case, "offsets")] = "int64"
+    spare: Annotated[int, Word(span=(0, MAX_SEQUENCES))] = 0
+    free: Annotated[str, Word(choices=FREE, counted=True, simplest=("zero", "random"))] = "zero"
+    """What the other slots hold."""
+    padding_slot: Annotated[str, Word(choices=PADDING_SLOTS, key=True, simplest=("-1",))] = "-1"
+    padded: Annotated[str, Word(choices=SOME, counted=True, simplest=("none", "all"))] = "none"
+    """Which requests are padding."""
+    fresh: Annotated[str, Word(choices=SOME, key=True, counted=True, simplest=("none", "all"))] = "none"
+    """Which requests begin anew; a kernel depends only on whether there are any."""
+    accepted: Annotated[str, Word(choices=("all", "some", "any"), key=True, counted=True, simplest=("all", "some"))] = "all"
+    """Which requests keep fewer tokens than they have. With `any`, one at least keeps none."""
+    indices: Annotated[str, Word(choices=("int64", "int32"), key=True, simplest=("int64",))] = "int64"
+    block_v: Annotated[str, Word(choices=("default", *map(str, BLOCK_SIZES)), key=True, counted=True, simplest=("default",))] = (
+        "default"
+    )
+    """How many value channels an implementation is told to process at a time; it changes no result."""
+    rule: Annotated[str, Word(choices=RULES, key=True, simplest=("gated_delta_rule",))] = "gated_delta_rule"
+    """The rule that is decoded."""
+    in_kernel: Annotated[str, like(Case, "in_kernel")] = "none"
+    dt_bias: Annotated[bool, like(Case, "dt_bias")] = True
+    state_dtype: Annotated[str, like(Case, "state_dtype", choices=tuple(DTYPES), counted=True)] = "fp32"
+    """The dtype of the pool."""
+    drafts: Annotated[str, Word(choices=("chain", "tree"), key=True, counted=True, simplest=("chain",))] = "chain"
+    """Whether each token follows the one before it, or whether the tokens of a request are a tree that the seed decides."""
+    decay: Annotated[str, like(Case, "decay")] = "log"
+    parameter_dtype: Annotated[str, like(Case, "parameter_dtype")] = "fp32"
+    qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps")] = "1e-6"
+    qk_norm_form: Annotated[str, like(Case, "qk_norm_form")] = "inside"
+    options: Annotated[str, like(Case, "options")] = "none"
+    seed: Annotated[int, like(Case, "seed")] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _FIELDS)
+        self.check_words()
         values_of(self.options)
         self.call()  # raises ValueError for fields that are illegal for the rule
-        if not 0 <= self.spare <= MAX_SEQUENCES:
-            raise ValueError(f"spare must be in 0..{MAX_SEQUENCES}, got {self.spare}")
         for name in ("padded", "fresh"):
             if getattr(self, name) == "some" and len(self.lengths) < 2:
                 raise ValueError(f"{name}=some needs two requests or more, got {len(self.lengths)}")

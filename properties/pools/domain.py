@@ -2,8 +2,8 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Self
 
 from hypothesis import strategies as st
 
@@ -12,10 +12,11 @@ from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolC
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
 from properties.rules.drawing import HEADS, decay_of, gates_of, keys_of, values_of
-from properties.words.domain import VIEWS, check_tuples
+from properties.words.domain import OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
-from properties.words.options import Options, check_options, draw_options, frozen_options, outside_options
+from properties.words.options import Options, draw_options
+from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
@@ -35,54 +36,57 @@ NOT_OF_POOLS = {
 
 @known_fields
 @dataclasses.dataclass(frozen=True)
-class PoolDomain:
+class PoolDomain(AnyDomain):
     """The calls for which a serving kernel promises right results; by default all calls without a choice of blocks.
-
-    `rule` says which tokens the kernel takes and which results it promises bit for bit. `most_tokens` is the largest number of
-    tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers
-    must leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros.
-    `accepts` says whether it can keep the state after a part of a draft, and `rejects` whether it can keep the state before the
-    draft, if no token is accepted. `in_place` says that it returns the pool that it was given. `blocks` are the numbers of value
-    channels that it can be told to process at a time.
-
-    `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and
-    its memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of
-    the pool; "input" means that of the tokens. `empty_first` says whether a packed request without tokens may stand before one
-    with tokens, if `rule.empty` is True. `trees` says whether the tokens of a request may be a tree, in which each follows any
-    earlier one. `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do
-    with the buffers of a CUDA graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots
-    may lie apart from each other in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views
-    of `Domain`, and "fused" for tokens that lie side by side in one tensor with others. `options` means the same as in Domain.
 
     ValueError for a field outside its choices or range.
     """
 
+    CASE = PoolCase
+
     operation: str = "decode"
     rule: Domain = EVERY_RULE
+    """Which tokens the kernel takes, and which results it promises bit for bit."""
     most_tokens: int = 130
+    """The most tokens of a request: 1 for a kernel of single tokens."""
     padding_slots: tuple[str, ...] = PADDING_SLOTS
-    indices: tuple[str, ...] = ("int64", "int32")
+    """The padding slots that it knows, none if callers must leave padding out."""
+    indices: Annotated[tuple[str, ...], some_of("indices")] = OFFSETS
     fresh: bool = True
+    """Whether it can start a request from zeros."""
     accepts: bool = True
+    """Whether it can keep the state after a part of a draft."""
     rejects: bool = True
+    """Whether it can keep the state before the draft, if no token is accepted."""
     in_place: bool = True
+    """Whether it returns the pool that it was given."""
     blocks: tuple[int, ...] = ()
+    """The numbers of value channels that it can be told to process at a time."""
     layout: str = "kv"
+    """The order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its memory
+    lies in this order, so an adapter transposes the pool without a copy."""
     state_dtypes: tuple[str, ...] = ("fp32",)
+    """The dtypes of the pool; "input" means that of the tokens."""
     trees: bool = False
+    """Whether the tokens of a request may be a tree, in which each follows any earlier one."""
     empty_first: bool = True
+    """Whether a packed request without tokens may stand before one with tokens, if `rule.empty` is True."""
     refills: bool = True
+    """Whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers of a CUDA
+    graph."""
     graphs: bool = False
+    """Whether a call can be captured in such a graph."""
     apart: bool = True
+    """Whether slots may lie apart from each other in memory."""
     views: tuple[str, ...] = POOL_VIEWS
+    """Which strides the inputs may have, if `rule.views` is True: the views of Domain, and "fused" for tokens that lie side by side
+    in one tensor with others."""
     options: Options = ()
 
     def __post_init__(self) -> None:
-        if self.operation != "decode":
-            raise ValueError(f"operation must be decode, got {self.operation!r}")
+        self.check_fields()
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
-        check_options(self.options)
         for name, reason in NOT_OF_POOLS.items():
             if getattr(self.rule, name) != getattr(Domain, name):
                 raise ValueError(f"rule must leave out {name}, {reason}, got {getattr(self.rule, name)!r}")
@@ -91,19 +95,22 @@ class PoolDomain:
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
             raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
         check_tuples(self, ("padding_slots", PADDING_SLOTS), ("blocks", BLOCK_SIZES), least=0)
-        check_tuples(self, ("indices", ("int64", "int32")), ("state_dtypes", POOL_STATES), ("views", POOL_VIEWS))
+        check_tuples(self, ("state_dtypes", POOL_STATES), ("views", POOL_VIEWS))
 
     def outside(self, case: PoolCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
+        return super().outside(case) or self.rule.outside(case.call())
+
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         longest = max(case.lengths)
         kept = [count for count, length in zip(case.accepted_counts, case.lengths, strict=True) if length]
-        checks = (
+        return (
             (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
             (
                 case.padded == "none" or case.padding_slot in self.padding_slots,
                 f"padding_slot={case.padding_slot} is not among {', '.join(self.padding_slots) or 'any'}",
             ),
-            (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
             (self.rejects or min(kept, default=1) > 0, "accepted=any: keeping no token of a draft is not supported"),
@@ -118,8 +125,6 @@ class PoolDomain:
                 f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}",
             ),
         )
-        found = next((reason for inside, reason in checks if not inside), None)
-        return found or outside_options(self.options, case.options) or self.rule.outside(case.call())
 
     def states_of(self, dtype: str) -> tuple[str, ...]:
         """Return the dtypes of the pool in calls whose tokens have a dtype."""
@@ -130,15 +135,10 @@ class PoolDomain:
         """The possible values of a case's block_v."""
         return ("default", *map(str, self.blocks))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the domain as plain data."""
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the domain from the data of `to_json`."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**{**fields, "rule": Domain.from_json(data["rule"]), "options": frozen_options(data.get("options", ()))})
+        return super().from_json({**data, "rule": Domain.from_json(data["rule"])})
 
 
 TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself

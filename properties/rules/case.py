@@ -6,8 +6,8 @@ The numbers of a case are made in properties/rules/numbers.py.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.rule.gated_delta import rule_of
 from properties.rules.numbers import LOWER_BOUNDS, MEMORIES, NORM_EPS, OF_CHANNELS, SCALES, cotangents_of, drawn
-from properties.words.line import MAX_HEADS, MAX_SEQUENCES, MAX_TOKENS, MAX_WIDTH, Line, check_choices, text_of
+from properties.words.line import MAX_HEADS, MAX_WIDTH, SEEDS, Line
 from properties.words.options import values_of
+from properties.words.word import Word
 
 GATES = (*MEMORIES, "saturated", "mixed")
 GIVEN_GATES = ("edges", "closed")  # only where the log-decay is given
@@ -38,126 +39,112 @@ CHANNEL_DECAYS = ("none", "keys", "values", "both")
 PARAMETER_DTYPES = ("fp32", "input")
 GAIN = 1e4  # the largest factor from a cotangent to the gradient of a row of zeros with which fp16 gradients do not overflow
 
-_CHOICES: dict[str, Sequence[str]] = {
-    "operation": tuple(RULES),
-    "dtype": tuple(DTYPES),
-    "gate": (*GATES, *GIVEN_GATES, *COMPUTED_GATES),
-    "beta": BETAS,
-    "values": VALUES,
-    "state": STATES,
-    "scale": tuple(SCALES),
-    "offsets": ("int64", "int32"),
-    "gate_dtype": ("fp32", "input"),
-    "in_kernel": IN_KERNEL,
-    "decay": DECAYS,
-    "left_out": LEFT_OUT,
-    "channel_decays": CHANNEL_DECAYS,
-    "lower_bound": tuple(LOWER_BOUNDS),
-    "parameter_dtype": PARAMETER_DTYPES,
-    "qk_norm_eps": tuple(NORM_EPS),
-    "qk_norm_form": NORM_FORMS,
-    "state_dtype": STATE_DTYPES,
-    "final_dtype": FINAL_DTYPES,
-    "initial_states": INITIAL_STATES,
-    "final_states": FINAL_STATES,
-}
-
 
 def overflows(eps: str, form: str) -> bool:
     """Whether float16 gradients of a row of zeros overflow: those of the normalised row, divided by the root of eps or by eps."""
     return 1 / (NORM_EPS[eps] if form == "max" else math.sqrt(NORM_EPS[eps])) > GAIN
 
 
+def _gate_inside(case: Any) -> bool:
+    return case.in_kernel in ("gate", "both")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case(Line):
     """One example of a rule. Fields at their defaults, which are the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory in tokens,
-    `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
-    With `qk_norm_form="inside"` it divides by sqrt(|x|^2 + eps), with "max" by max(|x|, eps); eps is `qk_norm_eps`.
-    `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
-    b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself. `left_out` says which of gate and beta
-    the call leaves out. `channel_decays` says which decays of single channels the call has in addition to the gate: gk for the
-    keys' channels, gv for the values' channels. `lower_bound` is the lower bound of KDA's gate in the kernel, and
-    `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of q. `options` are the options of the implementation
-    (properties/words/options.py) that do not have their first value.
-
-    `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
-    of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences
-    have an initial state and which return a final one. With `final_states="none"` no call returns one.
-
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = (
-        *("dtype", "gate", "beta", "values", "state", "in_kernel", "decay"),
-        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "qk_norm_eps", "qk_norm_form"),
-    )
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
-    # The words on which a compiled kernel depends; of state only whether it is none, of beta only whether it is two
-    # (properties/palette.py).
-    KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
-        *("in_kernel", "dt_bias", "beta", "offsets", "decay", "state_dtype", "final_dtype"),
-        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "qk_norm_eps", "qk_norm_form", "options"),
-    )
-
     lengths: tuple[int, ...]
-    operation: str = "gated_delta_rule"
-    packed: bool = False
-    heads: int = 1
-    value_heads: int = 1
-    key_dim: int = 16
-    value_dim: int = 16
-    dtype: str = "fp32"
-    gate: str = "forever"
-    gate_dtype: str = "fp32"
-    beta: str = "ordinary"
-    values: str = "ordinary"
-    state: str = "none"
-    scale: str = "default"
-    qk_norm: bool = False
-    in_kernel: str = "none"
-    dt_bias: bool = True
-    offsets: str = "int64"
-    decay: str = "log"
-    left_out: str = "none"
-    channel_decays: str = "none"
-    lower_bound: str = "none"
-    parameter_dtype: str = "fp32"
-    qk_norm_eps: str = "1e-6"
-    qk_norm_form: str = "inside"
-    options: str = "none"
-    state_dtype: str = "fp32"
-    final_dtype: str = "fp32"
-    initial_states: str = "each"
-    final_states: str = "each"
-    backward: bool = True
-    seed: int = 0
+    """Tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal."""
+    operation: Annotated[str, Word(choices=tuple(RULES))] = "gated_delta_rule"
+    packed: Annotated[bool, Word(key=True)] = False
+    heads: Annotated[int, Word(span=(1, MAX_HEADS), key=True)] = 1
+    value_heads: Annotated[int, Word(span=(1, MAX_HEADS), key=True)] = 1
+    key_dim: Annotated[int, Word(span=(1, MAX_WIDTH), key=True)] = 16
+    value_dim: Annotated[int, Word(span=(1, MAX_WIDTH), key=True)] = 16
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), key=True, counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    gate: Annotated[str, Word(choices=(*GATES, *GIVEN_GATES, *COMPUTED_GATES), counted=True, simplest=("forever", "1000"))] = (
+        "forever"
+    )
+    """The memory in tokens."""
+    gate_dtype: Annotated[str, Word(choices=("fp32", "input"), key=True, simplest=("fp32",))] = "fp32"
+    beta: Annotated[str, Word(choices=BETAS, key=True, counted=True, simplest=("ordinary",))] = "ordinary"
+    """The regime of beta; a kernel depends only on whether it is two."""
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    """The regime of q, k and v."""
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero"))] = "none"
+    """What the initial states hold; a kernel depends only on whether there are any."""
+    scale: Annotated[str, Word(choices=tuple(SCALES), key=True, simplest=("default",))] = "default"
+    qk_norm: Annotated[bool, Word(key=True, simplest=(False,))] = False
+    """Whether the operation normalises q and k."""
+    in_kernel: Annotated[str, Word(choices=IN_KERNEL, key=True, counted=True, simplest=("none", "gate", "beta"))] = "none"
+    """Which of gate and beta the operation computes itself: the gate from a, A_log and perhaps dt_bias, beta from b."""
+    dt_bias: Annotated[bool, Word(key=True, acts=_gate_inside)] = True
+    offsets: Annotated[str, Word(choices=("int64", "int32"), key=True, simplest=("int64",), acts=lambda case: case.packed)] = (
+        "int64"
+    )
+    decay: Annotated[
+        str,
+        Word(
+            choices=DECAYS,
+            key=True,
+            counted=True,
+            simplest=("log",),
+            acts=lambda case: not (_gate_inside(case) or case.operation == "delta_rule"),
+        ),
+    ] = "log"
+    """Whether the operation takes the log-decay g, or the decay alpha itself."""
+    left_out: Annotated[str, Word(choices=LEFT_OUT, key=True, counted=True, simplest=("none", "gate", "beta"))] = "none"
+    """Which of gate and beta the call leaves out: then nothing decays, or beta is 1."""
+    channel_decays: Annotated[str, Word(choices=CHANNEL_DECAYS, key=True, counted=True, simplest=("none", "keys", "values"))] = (
+        "none"
+    )
+    """Which decays of single channels there are beside the gate: gk of the keys' channels, gv of the values' channels."""
+    lower_bound: Annotated[
+        str,
+        Word(
+            choices=tuple(LOWER_BOUNDS),
+            key=True,
+            counted=True,
+            simplest=("none",),
+            acts=lambda case: case.operation == "kda" and _gate_inside(case),
+        ),
+    ] = "none"
+    """The lower bound of KDA's gate in the kernel."""
+    parameter_dtype: Annotated[
+        str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, simplest=("fp32",), acts=_gate_inside)
+    ] = "fp32"
+    """The dtype of A_log and dt_bias: float32, or that of q."""
+    qk_norm_eps: Annotated[
+        str, Word(choices=tuple(NORM_EPS), key=True, counted=True, simplest=("1e-6",), acts=lambda case: case.qk_norm)
+    ] = "1e-6"
+    qk_norm_form: Annotated[
+        str, Word(choices=NORM_FORMS, key=True, counted=True, simplest=("inside",), acts=lambda case: case.qk_norm)
+    ] = "inside"
+    """The norm divides by sqrt(|x|^2 + eps) with "inside", by max(|x|, eps) with "max"."""
+    options: Annotated[str, Word(key=True)] = "none"
+    """Options of the implementation that do not have their first value (properties/words/options.py)."""
+    state_dtype: Annotated[
+        str, Word(choices=STATE_DTYPES, key=True, simplest=("fp32",), acts=lambda case: case.state != "none")
+    ] = "fp32"
+    """The dtype of initial states."""
+    final_dtype: Annotated[str, Word(choices=FINAL_DTYPES, key=True, simplest=("fp32",))] = "fp32"
+    """The dtype of final states; "state" means that of the initial state, or float32 if there is none."""
+    initial_states: Annotated[
+        str, Word(choices=INITIAL_STATES, simplest=("each",), acts=lambda case: case.packed and case.state != "none")
+    ] = "each"
+    """Which sequences of a packed call have an initial state."""
+    final_states: Annotated[str, Word(choices=FINAL_STATES, simplest=("each",))] = "each"
+    """Which sequences of a packed call return a final state; "none" means that no call returns one."""
+    backward: Annotated[bool, Word(simplest=(False,))] = True
+    seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _CHOICES)
-        if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
-        if len(self.lengths) > MAX_SEQUENCES:
-            raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
-        if sum(self.lengths) > MAX_TOKENS:
-            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
-        for name, most in (
-            ("heads", MAX_HEADS),
-            ("value_heads", MAX_HEADS),
-            ("key_dim", MAX_WIDTH),
-            ("value_dim", MAX_WIDTH),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        self.check_words()
         if self.value_heads % self.heads:
             raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
-        if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
         if self.values == "one_hot" and (self.gate, self.beta, self.qk_norm) != ("forever", "one", False):
             raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
         if self.values == "one_hot" and self.in_kernel != "none":
@@ -203,7 +190,7 @@ class Case(Line):
     @property
     def gate_inside(self) -> bool:
         """Whether the operation computes its gate."""
-        return self.in_kernel in ("gate", "both")
+        return _gate_inside(self)
 
     @property
     def beta_inside(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the laws of rules alone compare. Which cases they are asked about is in rule_laws.py."""
+"""What the laws of rules alone compare. Which cases they get is in laws.py."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -37,7 +37,7 @@ def crowd(domain: Domain) -> Case | None:
     None too if the check draws no long cases, and if kernels are compiled (`reach` above 1), because they compile for few widths.
     """
     rows, heads = CROWD
-    if not domain.long or domain.reach > 1:
+    if not domain.drawing.long or domain.drawing.reach > 1:
         return None
     keys, values = ([width for width in range(1, 65) if has(width)] for has in (domain.has_key, domain.has_value))
     if domain.equal_widths:
@@ -106,10 +106,10 @@ def cases(
     for name, allowed, simplest in (("gate", domain.gates, "forever"), ("values", domain.values, "ordinary")):
         if isinstance(fixed.get(name), tuple):
             fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
-    far = domain.reach > 1
+    far = domain.drawing.reach > 1
     step, kinds = domain.length_step, KINDS if sequences[1] >= 3 and "groups" not in fixed else LENGTHS
-    longest, long = domain.most(longest), domain.most(domain.long)
-    large = kind_of(domain.large, long // step * step, longest, kinds_of(kinds, long, step))
+    longest, long = domain.most(longest), domain.most(domain.drawing.long)
+    large = kind_of(domain.drawing.large, long // step * step, longest, kinds_of(kinds, long, step))
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, choices)
@@ -118,12 +118,12 @@ def cases(
     groups = (*HEADS, *FAR_HEADS) if far else tuple(pair for pair in HEADS if pair[1] <= value_heads)
     groups = {"": groups, "heads": MANY_HEADS}.get(large, FEW_HEADS)
     heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))
-    total = domain.reach * total * 4 // max(4, value_heads)  # many heads mean many kernel programs, so fewer tokens
-    longest = min(domain.most(min(domain.reach * longest, max(longest, FAR))), total)
+    total = domain.drawing.reach * total * 4 // max(4, value_heads)  # many heads mean many kernel programs, so fewer tokens
+    longest = min(domain.most(min(domain.drawing.reach * longest, max(longest, FAR))), total)
     sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
     if large:
-        sizes = large_lengths(chance, large, sequences, long, domain.chunk, packed=packed, empty=domain.empty, step=step)
+        sizes = large_lengths(chance, large, sequences, long, domain.drawing.chunk, packed=packed, empty=domain.empty, step=step)
     elif packed:
         many = sequences[1] >= 4 and (step == 1 or domain.empty)
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=many, step=step)
@@ -202,7 +202,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         return chance.choice(choices) if choices and chance.random() < 1 / 3 else width
 
     words: dict[str, Any] = {}
-    if domain.reach == 1 and not domain.equal_widths:  # on a GPU, kernels are compiled for few widths
+    if domain.drawing.reach == 1 and not domain.equal_widths:  # on a GPU, kernels are compiled for few widths
         words["key_dim"] = uneven(case.key_dim, domain.has_key, free="key_dim" not in fixed)
         words["value_dim"] = uneven(case.value_dim, domain.has_value, free="value_dim" not in fixed)
     left_out = chosen("left_out", domain.left_out)

@@ -1,6 +1,5 @@
-"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in common_laws.py and rule_checks.py."""
+"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in checks.py and in properties/laws/common.py."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -43,6 +42,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import REMEMBERING, cases, crowd, keys_of, values_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
+from properties.words.sizes import with_drawing
 
 
 def _value_heads(case: Case) -> range:
@@ -87,7 +87,7 @@ def _recall_lacks(case: Case, _: str | None) -> str | None:
 
 def _near(domain: Domain) -> Domain:
     """Return the domain with lengths for interpreted kernels, because single tokens are slow on a GPU too."""
-    return dataclasses.replace(domain, reach=1)
+    return with_drawing(domain, reach=1)
 
 
 def _remember(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:

@@ -4,8 +4,8 @@ import itertools
 from typing import Any
 
 from oracles.norm import NORM_FORMS
+from properties.rules.case import Case
 from properties.rules.numbers import NORM_EPS
-from properties.words.line import text_of
 from properties.words.smaller import (
     Changes,
     Smaller,
@@ -13,35 +13,11 @@ from properties.words.smaller import (
     fewer_options,
     fewer_sequences,
     longer_sequences,
-    one_of,
+    other_values,
     shorter_sequences,
     unpacked,
 )
-
-SIMPLEST: dict[str, tuple[Any, ...]] = {
-    "in_kernel": ("none", "gate", "beta"),
-    "decay": ("log",),
-    "left_out": ("none", "gate", "beta"),
-    "channel_decays": ("none", "keys", "values"),
-    "lower_bound": ("none",),
-    "parameter_dtype": ("fp32",),
-    "qk_norm_eps": ("1e-6",),
-    "qk_norm_form": ("inside",),
-    "qk_norm": (False,),
-    "gate_dtype": ("fp32",),
-    "offsets": ("int64",),
-    "scale": ("default",),
-    "values": ("ordinary",),
-    "gate": ("forever", "1000"),
-    "beta": ("ordinary",),
-    "state": ("none", "zero"),
-    "state_dtype": ("fp32",),
-    "final_dtype": ("fp32",),
-    "initial_states": ("each",),
-    "final_states": ("each",),
-    "backward": (False,),
-    "dtype": ("fp32", "bf16"),
-}
+from properties.words.word import text_of
 
 
 def other_dt_bias(case: Any) -> Changes:
@@ -66,8 +42,8 @@ def with_norm(case: Any) -> Changes:
 
 
 SMALLER_RULES = Smaller(
+    Case,
     (fewer_sequences, unpacked, shorter_sequences, fewer_heads, other_dt_bias, without_norm, fewer_options),
-    SIMPLEST,
     ("key_dim", "value_dim"),
-    telling=(longer_sequences, with_norm, one_of(scale=("one",))),
+    telling=(longer_sequences, with_norm, other_values(scale=("one",))),
 )

@@ -7,8 +7,8 @@ have numbers of their own.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from oracles.arithmetic.counter import integers, mix_number
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.serving import SERVING
 from properties.traces.events import MOST_TOKENS, PADDING, Roll, Step, check_event, tokens_of_event
-from properties.words.line import Line, check_choices
+from properties.words.line import SEEDS, Line
+from properties.words.word import Word
 
 PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
@@ -25,25 +26,6 @@ GATES = ("forever", "1000", "64", "10", "mixed")
 MOST_EVENTS, MOST_SLOTS = 32, 16
 MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 MOST_WIDTH = 256
-_SPANS = {
-    "slots": (1, MOST_SLOTS),
-    "heads": (1, 64),
-    "value_heads": (1, 64),
-    "key_dim": (1, MOST_WIDTH),
-    "value_dim": (1, MOST_WIDTH),
-    "width": (2, 8),
-    "snapshots": (0, 256),
-    "seed": (0, 2**32 - 1),
-}
-_FIELDS: dict[str, Sequence[str]] = {
-    "operation": ("serving",),
-    "pad": PADDING_SLOTS,
-    "dtype": tuple(DTYPES),
-    "state": tuple(DTYPES),
-    "gate": GATES,
-    "free": FREE,
-    "indices": ("int64", "int32"),
-}
 _STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "A_log", "dt_bias"))}
 _QUIET_NAN = {torch.float32: (0x7FC00000, 22, 2**31, torch.int32), torch.bfloat16: (0x7FC0, 6, 2**15, torch.int16)}
 _QUIET_NAN[torch.float16] = (0x7E00, 9, 2**15, torch.int16)
@@ -112,41 +94,37 @@ class Sizes:
 class TraceCase(Line):
     """A trace and the pool on which it runs. Fields at their defaults, the simplest values, are left out of the line.
 
-    `trace` is described at the top of this module. `slots` counts the slots of the pool that requests and snapshots may have.
-    Padding rows have the index `pad`; if it is 0, slot 0 comes in addition and belongs to nobody.
-    `state` is the dtype of states in the pool, `width` the width W of the convolution, and `free` what slots hold that nobody owns:
-    zeros, random numbers, NaN, or what their last owner left.
-
     ValueError for a trace of another form, or for a field outside its choices or range.
     """
 
-    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     NEEDED: ClassVar[tuple[str, str]] = ("trace", "for example trace=p:a5,b70/d:a,b")
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "state", "gate", "free", "pad", "indices")
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
 
     trace: str
-    operation: str = "serving"
-    slots: int = 3
-    pad: str = "-1"
-    heads: int = 1
-    value_heads: int = 1
-    key_dim: int = 16
-    value_dim: int = 8
-    width: int = 4
-    dtype: str = "fp32"
-    state: str = "fp32"
-    gate: str = "forever"
-    snapshots: int = 0
-    free: str = "zero"
-    indices: str = "int64"
-    seed: int = 0
+    """What the engine is asked, event by event (events.py)."""
+    operation: Annotated[str, Word(choices=("serving",))] = "serving"
+    slots: Annotated[int, Word(span=(1, MOST_SLOTS))] = 3
+    """The slots of the pool that requests and snapshots may have."""
+    pad: Annotated[str, Word(choices=PADDING_SLOTS, counted=True, simplest=("-1",))] = "-1"
+    """The index of padding rows; if it is 0, slot 0 comes in addition and belongs to nobody."""
+    heads: Annotated[int, Word(span=(1, 64))] = 1
+    value_heads: Annotated[int, Word(span=(1, 64))] = 1
+    key_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 16
+    value_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 8
+    width: Annotated[int, Word(span=(2, 8), simplest=(2, 3))] = 4
+    """The width W of the convolution."""
+    dtype: Annotated[str, Word(choices=tuple(DTYPES), counted=True, simplest=("fp32", "bf16"))] = "fp32"
+    state: Annotated[str, Word(choices=tuple(DTYPES), counted=True, simplest=("fp32",))] = "fp32"
+    """The dtype of states in the pool."""
+    gate: Annotated[str, Word(choices=GATES, counted=True, simplest=("forever", "1000"))] = "forever"
+    snapshots: Annotated[int, Word(span=(0, 256), simplest=(0,))] = 0
+    """The distance in tokens between places where a snapshot may be taken; 0 means that none is."""
+    free: Annotated[str, Word(choices=FREE, counted=True, simplest=("zero", "random", "nan"))] = "zero"
+    """What slots hold that nobody owns: zeros, random numbers, NaN, or what their last owner left."""
+    indices: Annotated[str, Word(choices=("int64", "int32"), counted=True, simplest=("int64",))] = "int64"
+    seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, _FIELDS)
-        for name, (least, most) in _SPANS.items():
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in {least}..{most}, got {getattr(self, name)}")
+        self.check_words()
         if self.value_heads % self.heads:
             raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
         events = self.trace.split("/")

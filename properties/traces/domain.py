@@ -2,17 +2,17 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from oracles.operation import DTYPES
 from properties.traces.case import FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
 from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
-from properties.words.domain import check_spans, check_tuples, check_widths, inside
+from properties.words.domain import OFFSETS, AnyDomain, check_spans, check_tuples, check_widths, inside
 from properties.words.lengths import widths
 from properties.words.names import known_fields
+from properties.words.word import some_of
 
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
@@ -21,58 +21,62 @@ _KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 @known_fields
 @dataclasses.dataclass(frozen=True)
-class TraceDomain:
+class TraceDomain(AnyDomain):
     """The traces for which an engine promises right results; by default all traces with and without snapshots at 64 tokens.
-
-    `events` are the events that the engine knows, `most_tokens` is the largest number of tokens in a row of a prefill, and
-    `most_drafts` the largest number of tokens of a draft. `padding_slots` are the indices that padding rows may have, none if
-    batches have no padding. `most_padding` is the largest number of padding rows in an event. `prefill_padding` says whether a
-    prefill may have padding rows, and `empty` whether it may have rows of no tokens. `later_prompts` says whether a request that
-    has decoded or verified may get several tokens of a prompt in one step; it may always get one. `snapshots` are the possible
-    distances in tokens between places where a snapshot may be taken; 0 means that none is taken. `snapshot_dtype` is "state" if
-    snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens
-    and windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are
-    inclusive ranges in steps of `width_step`. `key_widths` and `value_widths` list the only widths; if they are not empty, they
-    replace the ranges. `batch_invariant` says that a row's bits do not depend on the other rows of its batch. `refills` says that
-    parameters and batches may be in tensors that an engine had before, filled again. `together` says that a process may use two
-    engines at the same time.
 
     ValueError for a field outside its choices or range.
     """
 
+    CASE = TraceCase
+
     operation: str = "serving"
     events: tuple[str, ...] = EVENTS
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    states: tuple[str, ...] = ("fp32", "bf16")
+    """The events that the engine knows."""
+    dtypes: Annotated[tuple[str, ...], some_of("dtype")] = ("fp32", "bf16", "fp16")
+    """The dtypes of tokens and windows."""
+    states: Annotated[tuple[str, ...], some_of("state")] = ("fp32", "bf16")
+    """The dtypes of states."""
     key_dims: tuple[int, int] = (4, 128)
+    """The least and the largest K, in steps of `width_step`."""
     value_dims: tuple[int, int] = (4, 128)
+    """The least and the largest V, in steps of `width_step`."""
     width_step: int = 1
     grouped_heads: bool = True
-    widths: tuple[int, ...] = (2, 3, 4)
+    widths: Annotated[tuple[int, ...], some_of("width", CONV_WIDTHS)] = (2, 3, 4)
+    """The widths of the convolution."""
     most_tokens: int = 130
+    """The most tokens in a row of a prefill."""
     most_drafts: int = MOST_DRAFTS
+    """The most tokens of a draft."""
     padding_slots: tuple[str, ...] = PADDING_SLOTS
+    """The indices that padding rows may have, none if batches have no padding."""
     most_padding: int = MOST_ROWS
+    """The most padding rows in an event."""
     prefill_padding: bool = True
+    """Whether a prefill may have padding rows."""
     empty: bool = True
+    """Whether a prefill may have rows of no tokens."""
     later_prompts: bool = True
-    snapshots: tuple[int, ...] = (0, 64)
+    """Whether a request that has decoded or verified may get several tokens of a prompt in one step; it may always get one."""
+    snapshots: Annotated[tuple[int, ...], some_of("snapshots", SNAPSHOTS)] = (0, 64)
+    """The distances in tokens between places where a snapshot may be taken; 0 means that none is taken."""
     snapshot_dtype: str = "state"
-    indices: tuple[str, ...] = ("int64", "int32")
+    """Whether snapshots are as precise as states ("state"), or rounded to the inputs' dtype first ("input")."""
+    indices: Annotated[tuple[str, ...], some_of("indices")] = OFFSETS
     batch_invariant: bool = True
+    """Whether a row's bits do not depend on the other rows of its batch."""
     refills: bool = True
+    """Whether parameters and batches may be in tensors that an engine had before, filled again."""
     together: bool = True
+    """Whether a process may use two engines at the same time."""
     key_widths: tuple[int, ...] = ()
+    """The only values of K; if there are any, they replace `key_dims`."""
     value_widths: tuple[int, ...] = ()
+    """The only values of V; if there are any, they replace `value_dims`."""
 
     def __post_init__(self) -> None:
-        if self.operation != "serving":
-            raise ValueError(f"operation must be serving, got {self.operation!r}")
-        check_tuples(
-            self,
-            *(("events", EVENTS), ("dtypes", tuple(DTYPES)), ("states", tuple(DTYPES)), ("widths", CONV_WIDTHS)),
-            *(("snapshots", SNAPSHOTS), ("indices", ("int64", "int32"))),
-        )
+        self.check_fields()
+        check_tuples(self, ("events", EVENTS))
         check_tuples(self, ("padding_slots", PADDING_SLOTS), least=0)
         if "prefill" not in self.events:
             raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
@@ -87,15 +91,15 @@ class TraceDomain:
             left = getattr(self, span) == getattr(TraceDomain, span) and self.width_step == 1
             check_widths(name, getattr(self, name), span, left, MOST_WIDTH)
 
-    def outside(self, case: TraceCase) -> str | None:
-        """Return why `case` is outside the domain, or None."""
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         rows = [(step, row) for step in case.plan for row in step.rows]
         unknown = [step for step in case.plan if _KINDS[step.kind] not in self.events]
         prefill = [row for step, row in rows if step.kind == "p"]
         longest = max((row.count for row in prefill), default=0)
         padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
         later = "" if self.later_prompts else _later_prompt(case)
-        checks = (
+        return (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
             (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
             (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
@@ -110,11 +114,6 @@ class TraceDomain:
             (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
             (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
             (not later, f"{later}: several tokens of a prompt after a decode are not supported"),
-            (case.snapshots in self.snapshots, f"snapshots={case.snapshots} is not among {', '.join(map(str, self.snapshots))}"),
-            *(
-                (getattr(case, name) in getattr(self, names), f"{name}={getattr(case, name)} is not among {_listed(self, names)}")
-                for name, names in (("dtype", "dtypes"), ("state", "states"), ("width", "widths"), ("indices", "indices"))
-            ),
             *(
                 (has, f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}")
                 for name, has, width, span, listed in (
@@ -124,7 +123,6 @@ class TraceDomain:
             ),
             (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} with value_heads={case.value_heads}"),
         )
-        return next((reason for holds, reason in checks if not holds), None)
 
     def has_key(self, width: int) -> bool:
         """Whether K may be this width."""
@@ -133,16 +131,6 @@ class TraceDomain:
     def has_value(self, width: int) -> bool:
         """Whether V may be this width."""
         return width in self.value_widths if self.value_widths else inside(width, self.value_dims, self.width_step)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the domain as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "TraceDomain":
-        """Return the domain from the data of `to_json`."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**fields)
 
 
 class _Decoded(set[str]):

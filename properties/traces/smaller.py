@@ -8,17 +8,6 @@ from properties.traces.case import TraceCase
 from properties.traces.events import PADDING
 from properties.words.smaller import Changes, Smaller, below, blocks_below, fewer_heads, next_multiples, without_some
 
-SIMPLEST_TRACE: dict[str, tuple[Any, ...]] = {
-    "snapshots": (0,),
-    "pad": ("-1",),
-    "free": ("zero", "random", "nan"),
-    "indices": ("int64",),
-    "gate": ("forever", "1000"),
-    "state": ("fp32",),
-    "dtype": ("fp32", "bf16"),
-    "width": (2, 3),
-}
-
 
 def _requests(case: TraceCase) -> Changes:
     """Yield traces of one request alone, and traces without one request."""
@@ -107,8 +96,8 @@ def _longer_rows(case: TraceCase) -> Changes:
 
 
 SMALLER_TRACES = Smaller(
+    TraceCase,
     (_requests, _events, _rows, _counts, _names, _slots, fewer_heads),
-    SIMPLEST_TRACE,
     ("key_dim", "value_dim"),
     beside={"trace": ("slots", "snapshots")},  # with fewer slots, the requests of the larger trace are not admitted
     telling=(_longer_rows,),

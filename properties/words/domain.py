@@ -1,24 +1,127 @@
-"""What the domains of all books share: names of choices, and checks of their fields."""
+"""What the domains of all books share: what a check adds when it draws, the reasons why a case is outside, checks of fields."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Self
 
-from properties.words.line import MAX_TOKENS, MAX_WIDTH
+from properties.words.line import MAX_TOKENS, MAX_WIDTH, Line
+from properties.words.options import Options, check_options, outside_options
+from properties.words.word import Promise, promises_of
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the smallest first; no other regime has larger ones
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
 LARGE = ("", "chunks", "power", "most", "sequences", "heads")  # what is large in a case (properties/words/sizes.py)
+MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
-def check_sizes(long: int, chunk: int = 64, large: str = "") -> None:
-    """Raise ValueError for a `long` below 0 or above MAX_TOKENS, for a `chunk` below 1, or for a `large` that nothing can be."""
-    for name, number, least in (("long", long, 0), ("chunk", chunk, 1)):
-        if not isinstance(number, int) or not least <= number <= MAX_TOKENS:
-            raise ValueError(f"{name} must be in {least}..{MAX_TOKENS}, got {number!r}")
-    if large not in LARGE:
-        raise ValueError(f"large must be empty or one of {', '.join(LARGE[1:])}, got {large!r}")
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How a check draws the cases of a domain. It sets this itself; an implementation promises nothing by it.
+
+    ValueError for a field outside its range.
+    """
+
+    reach: int = 1
+    """How many times more tokens are drawn than where kernels are interpreted, with wider heads too."""
+    long: int = 0
+    """The most tokens of long cases; 0 for none."""
+    large: str = ""
+    """What is large in a case, "" for nothing (properties/words/sizes.py)."""
+    chunk: int = 64
+    """The chunk of the implementation. Long cases exceed several of them."""
+    forms: tuple[Any, ...] = ()
+    """The forms that compiled kernels of a path may have (properties/paths/domain.py); none if any."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("reach", 1, MOST_REACH), ("long", 0, MAX_TOKENS), ("chunk", 1, MAX_TOKENS)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or not least <= number <= most:
+                raise ValueError(f"{name} must be in {least}..{most}, got {number!r}")
+        if self.large not in LARGE:
+            raise ValueError(f"large must be empty or one of {', '.join(LARGE[1:])}, got {self.large!r}")
+
+
+class _Usual:
+    """What a domain promises that has no such field."""
+
+    operation: str
+    options: Options = ()
+    exact_options: tuple[str, ...] = ()
+    length_step: int = 1
+    layout: str | None = None
+    in_place: bool = False
+    graphs: bool = False
+    initial_states: str = "each"
+    final_states: str = "each"
+    strongest_decay: str = "saturated"
+    tf32: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyDomain(_Usual):
+    """A domain of any book. CASE is the class of its cases. `draws_large` says whether some cases are large."""
+
+    CASE: ClassVar[type[Line]]
+    PROMISES: ClassVar[dict[str, Promise]] = {}
+    draws_large: ClassVar[bool] = False
+
+    drawing: Drawing = dataclasses.field(default=Drawing(), kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        cls.PROMISES = promises_of(cls)
+
+    def check_fields(self, *, operations: Sequence[str] = ()) -> None:
+        """Raise ValueError for a field outside its choices, or unless `packed` or `batched` is True."""
+        operations = operations or self.CASE.CHOICES["operation"]
+        if self.operation not in operations:
+            raise ValueError(f"operation must be {_one_of(operations)}, got {self.operation!r}")
+        for name, promise in self.PROMISES.items():
+            promise.check(name, self, promise.choices or self.CASE.CHOICES.get(promise.word, ()))
+        if not (getattr(self, "packed", True) or getattr(self, "batched", True)):
+            raise ValueError("packed or batched must be True, got neither")
+        check_options(self.options, self.exact_options)
+
+    def outside(self, case: Any) -> str | None:
+        """Return why `case` is outside the domain, or None."""
+        if case.operation != self.operation:
+            return f"op={case.operation} is not {self.operation}"
+        for name, promise in self.PROMISES.items():
+            word = case.WORDS[promise.word]
+            if (not word.of or case.operation in word.of) and word.acts(case) and (reason := promise.outside(name, self, case)):
+                return reason
+        reason = next((reason for inside, reason in self.reasons(case) if not inside), None)
+        return reason or (outside_options(self.options, case.options) if self.options or "options" in case.WORDS else None)
+
+    def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:  # noqa: ARG002
+        """Return what else must be true of a case inside the domain, each with what is said if it is not."""
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Return the domain from the data of `to_json`."""
+        return cls(
+            **{**{name: frozen(value) for name, value in data.items()}, "drawing": Drawing(**frozen_values(data["drawing"]))}
+        )
+
+
+def frozen(value: Any) -> Any:
+    """Return plain data with tuples in place of lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def frozen_values(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a mapping with tuples in place of lists."""
+    return {name: frozen(value) for name, value in data.items()}
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def check_tuples(domain: Any, *fields: tuple[str, Sequence[Any]], least: int = 1) -> None:

@@ -8,22 +8,46 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from properties.words.word import Word, text_of, words_of
+
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024  # of a case
+SEEDS = (0, 2**32 - 1)
 
 _TYPES: dict[type, dict[str, Any]] = {}
 
 
 class Line:
-    """A case that can be written as a line.
+    """A case that can be written as a line: a frozen dataclass whose fields are annotated with what is known of each word.
 
-    `LONG` maps the name of a field to its word in a line where the two differ. `REGIMES` are the words whose drawn values a report
-    counts, and `CHOICES` the possible values of words that have few. `NEEDED` is the word that every line has, and an example.
+    `LONG` maps the name of a field to its word in a line where the two differ. `NEEDED` is the word that every line has, and an
+    example. From the words of the class follow the others: CHOICES are the possible values of words that have few, KEYS the words
+    on which a compiled kernel depends, and REGIMES the words whose drawn values a report counts.
     """
 
-    LONG: ClassVar[dict[str, str]] = {}
-    REGIMES: ClassVar[tuple[str, ...]] = ()
-    CHOICES: ClassVar[typing.Mapping[str, typing.Sequence[str]]] = {}
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     NEEDED: ClassVar[tuple[str, str]] = ("lengths", "for example lengths=65 or lengths=0+65+130")
+    WORDS: ClassVar[dict[str, Word]] = {}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
+    KEYS: ClassVar[tuple[str, ...]] = ()
+    REGIMES: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.WORDS = words_of(cls)
+        cls.CHOICES = {name: word.choices for name, word in cls.WORDS.items() if word.choices}
+        cls.KEYS = tuple(name for name, word in cls.WORDS.items() if word.key)
+        cls.REGIMES = tuple(name for name, word in cls.WORDS.items() if word.counted)
+
+    def check_words(self) -> None:
+        """Raise ValueError for a word whose value is none of its choices or outside its span, and for lengths that are illegal."""
+        for name, word in self.WORDS.items():
+            value = getattr(self, name)
+            if word.choices and value not in word.choices:
+                raise ValueError(f"{name} must be one of {', '.join(word.choices)}, got {str(value)[:80]!r}")
+        for name, word in self.WORDS.items():
+            if word.span and not word.span[0] <= getattr(self, name) <= word.span[1]:
+                raise ValueError(f"{name} must be in {word.span[0]}..{word.span[1]}, got {getattr(self, name)}")
+        if "lengths" in self.WORDS:
+            check_lengths(getattr(self, "lengths"), packed=getattr(self, "packed"))  # noqa: B009 - not of every class
 
     def __str__(self) -> str:
         plain = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -90,18 +114,16 @@ def split_line(line: str) -> dict[str, str]:
     return words
 
 
-def text_of(value: object) -> str:
-    """Return a field's value as text: yes or no for a flag, numbers joined by +, otherwise str(value)."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def check_choices(case: object, choices: dict[str, typing.Sequence[str]]) -> None:
-    """Raise ValueError for a field whose value is not one of its choices."""
-    for name, values in choices.items():
-        if getattr(case, name) not in values:
-            raise ValueError(f"{name} must be one of {', '.join(values)}, got {str(getattr(case, name))[:80]!r}")
+def check_lengths(lengths: tuple[int, ...], *, packed: bool) -> None:
+    """Raise ValueError for lengths that are none, negative, too many, too long, or that differ in a batch."""
+    if not lengths or min(lengths) < 0:
+        raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(lengths)}")
+    if len(lengths) > MAX_SEQUENCES:
+        raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(lengths)}")
+    if sum(lengths) > MAX_TOKENS:
+        raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(lengths)}")
+    if not packed and len(set(lengths)) > 1:
+        raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(lengths)}")
 
 
 def _value(name: str, kind: object, text: str) -> object:

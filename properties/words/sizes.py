@@ -7,7 +7,9 @@ as much as the others.
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 EVERY, EVERY_DEAR = 10, 16  # one of so many cases of a law is large; the second where kernels are interpreted
 # The kinds of large cases. A sequence is over several chunks, next to a power of two or nearly as long as possible; or sequences or
@@ -32,14 +34,17 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     """Return the domain with sizes that follow an implementation: its chunk, and the most tokens of a long case.
 
     A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
-    and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK. A domain without such fields is
-    returned unchanged.
+    and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK.
     """
-    names = {field.name for field in dataclasses.fields(domain)}
     if chunk and chunk > USUAL_CHUNK:
         most = min(most, LARGEST_CHUNK**2 // chunk)
-    values = {"chunk": chunk or 64, "long": most, "large": ""}
-    return dataclasses.replace(domain, **{name: value for name, value in values.items() if name in names})
+    return with_drawing(domain, chunk=chunk or 64, long=most if domain.draws_large else 0, large="")
+
+
+def with_drawing(domain: T, **fields: Any) -> T:
+    """Return the domain with fields of its `drawing` changed."""
+    replaced: T = dataclasses.replace(domain, drawing=dataclasses.replace(domain.drawing, **fields))  # type: ignore[type-var, attr-defined]
+    return replaced
 
 
 def places(examples: int, most: int, first: int = 0) -> dict[int, str]:

@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from properties.words.line import text_of
+from properties.words.line import Line
 from properties.words.options import text_of_values, values_of
+from properties.words.word import text_of
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and the fields that it changes
 
@@ -15,16 +16,22 @@ Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and t
 class Smaller:
     """How cases of one kind shrink.
 
-    `simplest` has the values to try for each option, the simplest first. `beside` has, for a word that acts only together with
-    others, those others: the word gets the value of a larger case only together with them. `telling` yields changes that make a
-    case no simpler, but may make it hold and so tell what the failure needs: values of options, and shapes that are larger.
+    `case` is the class of the cases, whose words have the values to try, the simplest first. `beside` has, for a word that acts
+    only together with others, those others: the word gets the value of a larger case only together with them. `telling` yields
+    changes that make a case no simpler, but may make it hold and so tell what the failure needs: values of options, and shapes that
+    are larger.
     """
 
+    case: type[Line]
     shapes: tuple[Callable[[Any], Changes], ...]
-    simplest: Mapping[str, tuple[Any, ...]]
     widths: tuple[str, ...]
     beside: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     telling: tuple[Callable[[Any], Changes], ...] = ()
+
+    @property
+    def simplest(self) -> dict[str, tuple[Any, ...]]:
+        """The values to try for each option."""
+        return {name: word.simplest for name, word in self.case.WORDS.items() if word.simplest}
 
 
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
@@ -111,7 +118,7 @@ def next_multiples(length: int) -> list[int]:
     return sorted({(length // block + 1) * block for block in BLOCKS})
 
 
-def one_of(**words: tuple[Any, ...]) -> Callable[[Any], Changes]:
+def other_values(**words: tuple[Any, ...]) -> Callable[[Any], Changes]:
     """Return a function that yields the changes to these values, one at a time."""
 
     def changes(case: Any) -> Changes:

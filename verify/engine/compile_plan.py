@@ -19,6 +19,7 @@ from properties.palette import compile_cost, draw_palette, kernels_of, key_of
 from properties.paths.domain import PathDomain, with_forms
 from properties.rules.domain import Domain
 from properties.words.example import Example
+from properties.words.sizes import with_drawing
 from verify.engine.compilers import Compilation, Compilers, Need
 from verify.engine.drawing import Enough, of_law
 from verify.execution.line import Run
@@ -145,7 +146,7 @@ def on_gpu(domain: Any, seed: int) -> Any:
     """The domain from which cases for a GPU are drawn: rules get longer sequences, paths get few forms that need compilation."""
     if isinstance(domain, PathDomain):
         return with_forms(domain, seed)
-    return dataclasses.replace(domain, reach=REACH) if isinstance(domain, Domain) else domain
+    return with_drawing(domain, reach=REACH) if isinstance(domain, Domain) else domain
 
 
 def in_order(laws: Iterable[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """Drawing: Hypothesis draws examples of a strategy, in the calling thread or ahead of it in another one."""
 
 import contextlib
-import dataclasses
 import os
 import queue
 import threading
@@ -13,7 +12,7 @@ from hypothesis.errors import Unsatisfiable
 from oracles.arithmetic.counter import mix_words
 from properties.laws.law import Law
 from properties.seeds import draw as drawn_from
-from properties.words.sizes import is_large, places
+from properties.words.sizes import is_large, places, with_drawing
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 TRIES = 8  # draws for each large example
@@ -67,10 +66,10 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     """
     seed, special = mix_words(seed, law.name), dict[int, Any]()
     strategy = strategy or (lambda law, domain: law.draw(domain))
-    kinds = places(examples, getattr(domain, "long", 0), seed)
+    kinds = places(examples, domain.drawing.long, seed)
     for kind in dict.fromkeys(kinds.values()):
         where = [place for place in kinds if kinds[place] == kind]
-        large = _large(strategy(law, dataclasses.replace(domain, large=kind)), mix_words(seed, kind), len(where))
+        large = _large(strategy(law, with_drawing(domain, large=kind)), mix_words(seed, kind), len(where))
         special |= dict(zip(where, large, strict=False))
     if kinds:
         free = (place for place in range(min(kinds) + 1, examples) if place not in kinds)

@@ -18,8 +18,8 @@ from typing import Any
 from properties.books import book_of
 from properties.laws.law import Law
 from properties.words.example import Example
-from properties.words.line import text_of
 from properties.words.smaller import Changes, below
+from properties.words.word import text_of
 
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
 ORDINARY = {"values": "ordinary", "beta": "ordinary", "scale": "default"}

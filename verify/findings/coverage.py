@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from properties.words.line import text_of
+from properties.words.word import text_of
 
 WIDTH = 120
 
