@@ -1,5 +1,6 @@
 """The page of lines has the words of every case and of every line, with their values and defaults."""
 
+import typing
 from typing import Any
 
 import pytest
@@ -42,12 +43,14 @@ def test_the_words_of_a_case_are_in_the_page_with_their_defaults(book: Book) -> 
 
 @pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
 def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
+    types = typing.get_type_hints(book.case)
     for word, row in word_rows(book).items():
         field = word_fields(book)[word]
+        kind = types[field.name]
         line = f"{shortest(book)} op={operations_with(book, word)[0]}"
-        if field.type is bool:
+        if kind is bool:
             assert row["values"] == "yes, no", word
-        elif field.type is int:
+        elif kind is int:
             low, high = map(int, row["values"].split(" to "))
             for number in {max(0, low - 1), high + 1} - {low}:
                 with pytest.raises(ValueError, match=rf"{word} must be in {low}\.\.{high}\b"):
@@ -58,7 +61,7 @@ def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
             assert row["values"] == {"trace": "events joined by `/`", "sizes": "sizes joined by `,`"}.get(
                 word, "tensors joined by `,`"
             )
-        elif field.type is str:
+        elif kind is str:
             choices = book.case.CHOICES.get(field.name) or BOOK_BY_NAME["rules"].case.CHOICES[field.name]
             assert codes(row["values"]) == [*choices], word
         else:
@@ -67,10 +70,13 @@ def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
 
 def test_a_word_that_an_operation_lacks_is_refused_and_no_other() -> None:
     book = BOOK_BY_NAME["modules"]
+    types = typing.get_type_hints(book.case)
     for word, field in word_fields(book).items():
         if needs_a_value(field):
             continue
-        value = {bool: "no" if field.default else "yes", int: "2"}.get(field.type) or codes(word_rows(book)[word]["values"])[-1]
+        value = {bool: "no" if field.default else "yes", int: "2"}.get(types[field.name]) or codes(word_rows(book)[word]["values"])[
+            -1
+        ]
         for operation in book.operations:
             try:
                 book.case.parse(f"lengths=2 op={operation} {word}={value}")

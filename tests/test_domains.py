@@ -68,7 +68,6 @@ def test_a_random_domain_is_refused_or_every_law_draws_inside_it(kind: Made) -> 
             "longest must be at least 4 * least_piece = 80 without packed sequences",
         ),
         (PathDomain, {"longest": 0}, "longest must be in 1..1048576, got 0"),
-        (PathDomain, {"chunk": 0}, "chunk must be in 1..1048576, got 0"),
         (PathDomain, {"choices": ("conv",)}, "choices must be pairs of a name and a tuple of values, got ('conv',)"),
         (
             PathDomain,
