@@ -58,16 +58,19 @@ DTYPES = {
     "int64": torch.int64,
     "int32": torch.int32,
 }
-SINGLE_PROCESS = [
-    pytest.param(book, operation, id=f"{book.name}-{operation}")
-    for book in BOOKS
-    if book.name not in ("paths", "traces", "calls")
-    for operation in book.operations
-]
+EVERY_OPERATION = pytest.mark.parametrize(
+    ("book", "operation"),
+    [
+        pytest.param(book, operation, id=f"{book.name}-{operation}")
+        for book in BOOKS
+        if book.name not in ("paths", "traces", "calls")
+        for operation in book.operations
+    ],
+)
 
 
 @pytest.mark.parametrize("name", BOOK_BY_DOMAIN)
-def test_the_fields_of_a_domain_are_in_the_page_with_type_and_default(name: str) -> None:
+def test_the_fields_of_a_domain_are_in_the_page_with_type_default_and_example(name: str) -> None:
     domain = BOOK_BY_DOMAIN[name].domain
     rows = table(section(reference("domains"), name), "field")
     assert code_column(rows, "field") == [*fields(domain)]
@@ -76,14 +79,9 @@ def test_the_fields_of_a_domain_are_in_the_page_with_type_and_default(name: str)
         assert codes(row["type"]) == [type_name], field.name
         assert codes(row["default"]) == [short_repr(field.default)], field.name
         assert row["meaning"], field.name
-
-
-@pytest.mark.parametrize("name", BOOK_BY_DOMAIN)
-def test_the_example_of_a_field_makes_a_domain(name: str) -> None:
-    for row in table(section(reference("domains"), name), "field"):
         (code,) = codes(row["example"])
-        assert [*keyword_arguments(code)] == codes(row["field"])
-        BOOK_BY_DOMAIN[name].domain(**keyword_arguments(code))
+        assert [*keyword_arguments(code)] == [field.name]
+        domain(**keyword_arguments(code))
 
 
 def input_rows(prefix: str, operation: str) -> dict[str, Row]:
@@ -105,7 +103,7 @@ def calls(book: Book, operation: str) -> list[tuple[Any, dict[str, Any]]]:
     return [(case, dict(case.inputs())) for case in cases]
 
 
-@pytest.mark.parametrize(("book", "operation"), SINGLE_PROCESS)
+@EVERY_OPERATION
 def test_the_inputs_of_an_operation_are_those_of_the_page(book: Book, operation: str) -> None:
     rows, inputs = input_rows("Inputs of ", operation), [call for _, call in calls(book, operation)]
     for name in ("a", "A_log", "dt_bias", "alpha") if operation == "delta_rule" else ():  # it has no gate, and shares its table
@@ -124,7 +122,7 @@ def test_the_inputs_of_an_operation_are_those_of_the_page(book: Book, operation:
             assert codes(row["shape or type"]) == [*types], name
 
 
-@pytest.mark.parametrize(("book", "operation"), SINGLE_PROCESS)
+@EVERY_OPERATION
 def test_every_input_has_the_shape_of_the_page(book: Book, operation: str) -> None:
     for name, row in input_rows("Inputs of ", operation).items():
         shapes = codes(row["shape or type"])

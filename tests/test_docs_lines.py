@@ -80,10 +80,11 @@ def test_a_word_that_an_operation_lacks_is_refused_and_no_other() -> None:
             assert refused is (operation not in operations_with(book, word)), (word, operation)
 
 
-@pytest.mark.parametrize(("title", "word"), [("Gates", "gate"), ("Values", "values")])
-def test_every_value_of_a_regime_is_explained(title: str, word: str) -> None:
-    rows = table(section(reference("lines"), title), f"`{word}`")
-    assert code_column(rows, f"`{word}`") == [*BOOK_BY_NAME["rules"].case.CHOICES[word]]
+def test_every_value_of_a_regime_is_explained() -> None:
+    for word in ("gate", "values"):
+        title = "Gates" if word == "gate" else "Values"
+        rows = table(section(reference("lines"), title), f"`{word}`")
+        assert code_column(rows, f"`{word}`") == [*BOOK_BY_NAME["rules"].case.CHOICES[word]]
 
 
 def test_the_words_of_every_line_are_in_the_page() -> None:
