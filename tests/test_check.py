@@ -26,6 +26,7 @@ from properties.traces.domain import TraceDomain
 from properties.words.example import Example
 from tests.answering import Answering
 from tests.commands import Command
+from tests.faults import different
 from verify.adapters import loader
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
@@ -80,9 +81,8 @@ def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **o
         return check.run()
 
 
-@pytest.mark.parametrize(
-    ("counts", "verdict"),
-    [
+def test_nothing_is_green_by_default() -> None:
+    for counts, verdict in [
         ({}, Verdict.UNKNOWN),
         ({Verdict.HOLDS: 1}, Verdict.HOLDS),
         ({Verdict.HOLDS: ENOUGH - 1}, Verdict.HOLDS),
@@ -95,13 +95,11 @@ def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **o
         ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 1}, Verdict.UNKNOWN),
         ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 9, Verdict.BROKEN: 1}, Verdict.BROKEN),
         ({Verdict.BROKEN: 1}, Verdict.BROKEN),
-    ],
-)
-def test_nothing_is_green_by_default(counts: dict[str, int], verdict: Verdict) -> None:
-    got, reason = overall(counts, "the oracle gave up")
-    assert got is verdict
-    if got is Verdict.UNKNOWN:
-        assert reason
+    ]:
+        got, reason = overall(counts, "the oracle gave up")
+        assert got is verdict, counts
+        if got is Verdict.UNKNOWN:
+            assert reason, counts
 
 
 def test_reason_of_the_undecided_is_told_with_their_number() -> None:
@@ -497,9 +495,8 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     assert line.startswith("known defect, not shown on this processor: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    for source, message in [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
         ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
         ("import cuda_thing", "ModuleNotFoundError: No module named 'cuda_thing'"),
@@ -525,15 +522,13 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
             "domain must be a Domain or a ModuleDomain or a PoolDomain or a LayerDomain or a CallDomain, got None",
         ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
-    ],
-)
-def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path, text: str, message: str) -> None:
-    file = tmp_path / "unfit.py"
-    file.write_text(text)
-    with pytest.raises(AdapterError) as error:
-        describe(f"{file}:Kernel", workers[0])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    ]:
+        file = tmp_path / "unfit.py"
+        file.write_text(source)
+        with pytest.raises(AdapterError) as error:
+            describe(f"{file}:Kernel", workers[0])
+        assert message in str(error.value), source
+        assert "\n" not in str(error.value), source
 
 
 def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:
@@ -600,9 +595,8 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
     assert "found once" in (store.folder / "findings.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    ("got", "least", "enough"),
-    [
+def test_versions_are_compared_as_those_of_packages() -> None:
+    rows = [
         ("2.11.0+cu130", "2.8", True),
         ("5.23.0.dev0", "5.23.0", True),
         ("5.22.9", "5.23.0", False),
@@ -610,10 +604,8 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
         ("2.8", "2.8.0", True),
         ("2.10", "2.9", True),
         ("main", "0.1", False),
-    ],
-)
-def test_versions_are_compared_as_those_of_packages(got: str, least: str, *, enough: bool) -> None:
-    assert loader.at_least(got, least) is enough
+    ]
+    assert different(loader.at_least, rows) == []
 
 
 @pytest.mark.parametrize(("device", "running", "count"), [("cuda", False, 4), ("cpu", False, 2), ("cuda", True, 2)])

@@ -23,6 +23,7 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.modules.case import ModuleCase
 from tests.alone import answered
+from tests.faults import different, not_refused
 from verify.adapters.gdn import functions
 from verify.adapters.gdn.exchange import feature_map, permuted
 from verify.claims import (
@@ -107,9 +108,9 @@ def test_calls_come_by_turns_and_every_other_round_backwards() -> None:
     assert took == {"a": [1.0, 6.0, 7.0], "b": [102.0, 105.0, 108.0], "c": [3.0, 4.0, 9.0]}
 
 
-@pytest.mark.parametrize(("round_ms", "rounds"), [(1.0, 20), (50.0, 20), (100.0, 10), (400.0, 5), (0.0, 20)])
-def test_rounds_fill_the_budget_within_their_limits(round_ms: float, rounds: int) -> None:
-    assert Effort(budget_s=1.0, least=5, most=20, warm=1).rounds(round_ms) == rounds
+def test_rounds_fill_the_budget_within_their_limits() -> None:
+    rows = [(1.0, 20), (50.0, 20), (100.0, 10), (400.0, 5), (0.0, 20)]
+    assert different(Effort(budget_s=1.0, least=5, most=20, warm=1).rounds, rows) == []
 
 
 def test_ranks_do_as_many_rounds_as_the_slowest_of_them_has_time_for() -> None:
@@ -205,10 +206,9 @@ def test_ragged_lengths_are_long_and_short_by_turns() -> None:
     assert kernels.ragged(64, 4, 8) == [24, 8, 24, 8]
 
 
-@pytest.mark.parametrize(("total", "count", "multiple"), [(3, 4, 1), (30, 2, 8), (8, 0, 1), (16, 3, 8)])
-def test_lengths_that_cannot_be_are_refused(total: int, count: int, multiple: int) -> None:
-    with pytest.raises(ValueError, match=rf"got {total}"):
-        kernels.ragged(total, count, multiple)
+def test_lengths_that_cannot_be_are_refused() -> None:
+    rows = [(3, 4, 1, "got 3"), (30, 2, 8, "got 30"), (8, 0, 1, "got 8"), (16, 3, 8, "got 16")]
+    assert not_refused(kernels.ragged, rows) == []
 
 
 def test_qwen3_next_saves_32_mib_at_4096_tokens() -> None:
@@ -266,15 +266,15 @@ def conv_contest(dtype: str = "bf16", **forms: Callable[[Inputs], Tensors]) -> C
     return Contest({"before": before, "after": plain_conv, **forms}, case, case, "pointwise", prepare=prepare)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_right_forms_agree_with_the_truth(dtype: str) -> None:
-    agreed = agreement(conv_contest(dtype), CPU)
-    assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1
-    assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values())
-    numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
-    template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
-    assert agreed.about("before", "after") == template.format(*numbers)
-    assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows"
+def test_right_forms_agree_with_the_truth() -> None:
+    for dtype in ["fp32", "bf16", "fp16"]:
+        agreed = agreement(conv_contest(dtype), CPU)
+        assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1, dtype
+        assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values()), dtype
+        numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
+        template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
+        assert agreed.about("before", "after") == template.format(*numbers), dtype
+        assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows", dtype
 
 
 def test_forms_that_are_the_same_are_equal_to_the_bit() -> None:
@@ -613,19 +613,16 @@ def test_rows_are_plain_data() -> None:
 GOOD = Row(1, "conv", before=Spread.of([1.0]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "code"),
-    [
+def test_the_exit_code_is_that_of_the_worst_row() -> None:
+    rows = [
         ([GOOD], command.HOLDS),
         ([GOOD, ROWS[1]], command.HOLDS),
         ([GOOD, Row(2, "norm", reason="out of memory")], command.UNDECIDED),
         ([ROWS[1]], command.UNDECIDED),
         ([], command.UNDECIDED),
         ([GOOD, Row(2, "norm", reason="out of memory"), dataclasses.replace(GOOD, broken=True)], command.BROKEN),
-    ],
-)
-def test_the_exit_code_is_that_of_the_worst_row(rows: list[Row], code: int) -> None:
-    assert command.exit_code(rows) == code
+    ]
+    assert different(command.exit_code, rows) == []
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ FOLDS, ANY, STORES, CHUNKWISE = {"folds": True}, {"chunk": None}, {"stores": Tru
 PRODUCTS = {"rounds_products": True}
 
 
-@pytest.mark.parametrize(
-    ("of", "device", "ways"),
-    [
+def test_each_thing_that_it_might_say_is_tried_on_every_run(tmp_path: object) -> None:
+    """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
+    for of, device, ways in [
         (described(), "cpu", [FOLDS, ANY]),
         (described(), "cuda", [FOLDS, ANY, "tf32"]),
         (described(products="tf32"), "cuda", [FOLDS, ANY]),
@@ -90,32 +90,27 @@ PRODUCTS = {"rounds_products": True}
         (described("pointwise"), "cuda", []),
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain(backward=False)), "cpu", [PRODUCTS]),
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain()), "cpu", []),
-    ],
-)
-def test_each_thing_that_it_might_say_is_tried_on_every_run(
-    of: Described, device: str, ways: list[object], tmp_path: object
-) -> None:
-    """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
-    store = Store(str(tmp_path))
-    runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
-    worker = Declaring(*ways)
-    assert len(would_hold(of, runs, worker, store)) == len(ways)  # type: ignore[arg-type]
-    assert worker.declarations == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0)
-    assert would_hold(of, runs, Declaring(*ways, "ieee"), store) == []  # type: ignore[arg-type]
-    assert len(would_hold(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1])  # type: ignore[arg-type]
-    assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
+    ]:
+        store = Store(str(tmp_path))
+        runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
+        worker = Declaring(*ways)
+        assert len(would_hold(of, runs, worker, store)) == len(ways), of  # type: ignore[arg-type]
+        assert worker.declarations == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0), of
+        assert would_hold(of, runs, Declaring(*ways, "ieee"), store) == [], of  # type: ignore[arg-type]
+        assert len(would_hold(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1]), of  # type: ignore[arg-type]
+        assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == [], of  # type: ignore[arg-type]
 
 
 LONG = [{"chunk": chunk} for chunk in (256, 512, 1024)]
 
 
-@pytest.mark.parametrize(("tokens", "ways"), [(128, [FOLDS, ANY]), (129, [FOLDS, ANY, *LONG])])
-def test_long_chunks_are_tried_where_a_sequence_can_show_them(tokens: int, ways: list[object], tmp_path: object) -> None:
-    run = Run.parse(str(line_of("Unsaid")).replace("lengths=20", f"lengths={tokens}"))
-    worker = Declaring(*LONG)
-    told = [f"chunk = {chunk}" for chunk in (256, 512, 1024)] if LONG[0] in ways else []
-    assert would_hold(described(), [run], worker, Store(str(tmp_path))) == told  # type: ignore[arg-type]
-    assert worker.declarations == ways + ["ieee"] * (2 if told else 0)
+def test_long_chunks_are_tried_where_a_sequence_can_show_them(tmp_path: object) -> None:
+    for tokens, ways in [(128, [FOLDS, ANY]), (129, [FOLDS, ANY, *LONG])]:
+        run = Run.parse(str(line_of("Unsaid")).replace("lengths=20", f"lengths={tokens}"))
+        worker = Declaring(*LONG)
+        told = [f"chunk = {chunk}" for chunk in (256, 512, 1024)] if LONG[0] in ways else []
+        assert would_hold(described(), [run], worker, Store(str(tmp_path))) == told, tokens  # type: ignore[arg-type]
+        assert worker.declarations == ways + ["ieee"] * (2 if told else 0), tokens
 
 
 def test_what_leaves_another_case_of_the_law_broken_excuses_nothing(tmp_path: object) -> None:

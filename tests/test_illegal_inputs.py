@@ -160,9 +160,8 @@ class Path(PathAdapter):
         return x.hidden
 
 
-@pytest.mark.parametrize(
-    ("does", "did"),
-    [
+def test_probe_tells_what_each_rank_does() -> None:
+    for does, did in [
         (("silent", "silent"), "returns numbers without an error"),
         (("refuse", "refuse"), "refuses (TypeError)"),
         (("late", "late"), "refuses (TypeError)"),
@@ -170,12 +169,10 @@ class Path(PathAdapter):
         (("refuse", "wait"), "refuses (TypeError) on rank 0, waits for a rank that has raised an error on rank 1"),
         (("gather", "wait"), "calls other collectives than the other ranks"),
         (("silent", "wait"), "returns numbers without an error on rank 0, calls other collectives than the other ranks on rank 1"),
-    ],
-)
-def test_probe_tells_what_each_rank_does(does: tuple[str, str], did: str) -> None:
-    adapter = Path()
-    adapter.does = does
-    assert probe(adapter, "tokens that cp does not divide") == did
+    ]:
+        adapter = Path()
+        adapter.does = does
+        assert probe(adapter, "tokens that cp does not divide") == did, does
 
 
 def test_ranks_get_what_is_wrong_and_only_the_longer_ones_a_token_more() -> None:

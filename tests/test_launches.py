@@ -38,14 +38,12 @@ def call(*wrong: str, value: float = 1.0) -> list[Launch]:
     return launches
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"), [((), []), (("scores",), ["launch 1, scores"]), (("gate", "output"), ["launch 0, gate"])]
-)
-def test_the_launch_that_parts_is_told(wrong: tuple[str, ...], told: list[str]) -> None:
-    for apart in (0.0, APART):
-        found = list(parted(call(*wrong), call(), apart))
-        assert [line.partition(" num_warps")[0] for line in found] == told
-    assert all(line.endswith(" num_warps=4 beside the same: y by 0.1 of its norm") for line in found)
+def test_the_launch_that_parts_is_told() -> None:
+    for wrong, told in [((), []), (("scores",), ["launch 1, scores"]), (("gate", "output"), ["launch 0, gate"])]:
+        for apart in (0.0, APART):
+            found = list(parted(call(*wrong), call(), apart))
+            assert [line.partition(" num_warps")[0] for line in found] == told, wrong
+        assert all(line.endswith(" num_warps=4 beside the same: y by 0.1 of its norm") for line in found), wrong
 
 
 def test_what_rounding_makes_is_no_launch_at_fault() -> None:
