@@ -61,18 +61,19 @@ def drawn(spec: str, law: str, count: int, most: int = 10**6) -> list[Example]:
     return found
 
 
-@pytest.mark.parametrize(("wrong", "law"), KILLED_BY.items(), ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.slow_after_first
-def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code(wrong: type, law: str) -> None:
-    examples = drawn(f"zoo/{wrong.__name__}", law, PROFILES["quick"].examples)
-    broken = next(example for example in examples if execute(Run(law, f"zoo/{wrong.__name__}", example)).verdict is Verdict.BROKEN)
-    assert execute(Run(law, "zoo/LinearAttention", broken)).verdict is Verdict.HOLDS
+def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code() -> None:
+    for wrong, law in KILLED_BY.items():
+        examples = drawn(f"zoo/{wrong.__name__}", law, PROFILES["quick"].examples)
+        broken = next(
+            example for example in examples if execute(Run(law, f"zoo/{wrong.__name__}", example)).verdict is Verdict.BROKEN
+        )
+        assert execute(Run(law, "zoo/LinearAttention", broken)).verdict is Verdict.HOLDS, wrong
 
 
-@pytest.mark.parametrize(("name", "law"), [("LeaksPastEmpty", "samples"), ("PeeksInLongSequences", "future")])
-def test_default_profile_has_empty_sequences_between_others_and_long_ones(name: str, law: str) -> None:
-    spec, count = f"tests/long_calls.py:{name}", PROFILES["quick"].examples
-    assert any(execute(Run(law, spec, example)).verdict is Verdict.BROKEN for example in drawn(spec, law, count))
+def test_default_profile_has_empty_sequences_between_others_and_long_ones() -> None:
+    for name, law in [("LeaksPastEmpty", "samples"), ("PeeksInLongSequences", "future")]:
+        spec, count = f"tests/long_calls.py:{name}", PROFILES["quick"].examples
+        assert any(execute(Run(law, spec, example)).verdict is Verdict.BROKEN for example in drawn(spec, law, count)), name
 
 
 def test_sequences_are_drawn_up_to_the_longest_of_the_domain() -> None:
@@ -90,14 +91,13 @@ def test_every_law_has_a_wrong_callable_and_every_wrong_callable_a_law() -> None
     assert set(KILLED_BY) == {kind for kind in vars(calls).values() if isinstance(kind, type) and hasattr(kind, "letter")}
 
 
-@pytest.mark.parametrize("spec", RIGHT)
-@pytest.mark.slow_after_first
-def test_right_callables_raise_no_alarm(spec: str) -> None:
-    for name, law in CALL_LAWS.items():
-        if law.needs(adapter_of(spec).domain) is None:
-            for example in drawn(spec, name, 1 if name == "finite" else 2, most=60):
-                outcome = execute(Run(name, spec, example))
-                assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (name, str(example.case), outcome)
+def test_right_callables_raise_no_alarm() -> None:
+    for spec in RIGHT:
+        for name, law in CALL_LAWS.items():
+            if law.needs(adapter_of(spec).domain) is None:
+                for example in drawn(spec, name, 1 if name == "finite" else 2, most=60):
+                    outcome = execute(Run(name, spec, example))
+                    assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (name, str(example.case), outcome)
 
 
 @pytest.mark.slow

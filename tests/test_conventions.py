@@ -99,48 +99,37 @@ def outcomes(adapter: Adapter, law: str, examples: list[Example], patch: pytest.
     return found
 
 
-@pytest.mark.parametrize("kind", CONVENTIONS)
+@pytest.mark.parametrize(("kind", "without", "wrong", "law"), ROWS, ids=NAMES)
 @pytest.mark.slow_after_first
-def test_a_right_implementation_holds(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
-    for law in ("oracle", *LAWS_OF.get(kind, ())):
-        found = outcomes(kind(), law, small(law, kind.domain, 1), monkeypatch)
+def test_a_convention_is_needed_and_judged(
+    kind: type[Adapter], without: dict[str, Any], wrong: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right implementation holds with its word and has an alarm without it, and a wrong one in the convention is detected."""
+    for name in ("oracle", *LAWS_OF.get(kind, ())):
+        found = outcomes(kind(), name, small(name, kind.domain, 1), monkeypatch)
         assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, (
-            law,
+            name,
             [outcome.findings for outcome in found],
         )
-
-
-@pytest.mark.parametrize(("kind", "without", "_wrong", "_law"), ROWS, ids=NAMES)
-@pytest.mark.slow_after_first
-def test_without_its_word_it_has_an_alarm(
-    kind: type[Adapter], without: dict[str, Any], _wrong: type[Adapter], _law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = kind()
-    adapter.domain = dataclasses.replace(kind.domain, **without)
-    others = [example for example in small("oracle", adapter.domain, 40) if kind.domain.outside(example.case)]
-    assert outcomes(adapter, "oracle", others, monkeypatch)[-1].verdict is Verdict.BROKEN
-
-
-@pytest.mark.parametrize(("_kind", "_without", "wrong", "law"), ROWS, ids=NAMES)
-@pytest.mark.slow_after_first
-def test_a_wrong_implementation_in_the_convention_is_detected(
-    _kind: type[Adapter], _without: dict[str, Any], wrong: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    undeclared = kind()
+    undeclared.domain = dataclasses.replace(kind.domain, **without)
+    others = [example for example in small("oracle", undeclared.domain, 40) if kind.domain.outside(example.case)]
+    assert outcomes(undeclared, "oracle", others, monkeypatch)[-1].verdict is Verdict.BROKEN
     precise = dataclasses.replace(wrong.domain, dtypes=wrong.domain.dtypes[:1])  # then few runs decide
     examples = small(law, precise, 20, most=200 if wrong is LosesTheLastDecay else 80)
     assert outcomes(wrong(), law, examples, monkeypatch)[-1].verdict is Verdict.BROKEN
 
 
-@pytest.mark.parametrize("words", WORDS, ids=lambda words: next(iter(words)))
-@pytest.mark.slow_after_first
-def test_every_law_draws_inside_the_domain(words: dict[str, Any]) -> None:
-    domain = Domain(**words)
-    for law in LAWS.values():
-        if law.needs(domain) is None:
-            for example in sample(law.draw(domain), 3, 6):
-                law.accept(example)
-                assert domain.outside(example.case) is None, (law.name, example)
-                assert law.outside(domain, example) is None, (law.name, example)
+@pytest.mark.slow
+def test_every_law_draws_inside_the_domain() -> None:
+    for words in WORDS:
+        domain = Domain(**words)
+        for law in LAWS.values():
+            if law.needs(domain) is None:
+                for example in sample(law.draw(domain), 3, 6):
+                    law.accept(example)
+                    assert domain.outside(example.case) is None, (law.name, example)
+                    assert law.outside(domain, example) is None, (law.name, example)
 
 
 def drawn(domain: Domain, count: int = 60) -> list[Case]:
@@ -358,11 +347,11 @@ def test_a_state_in_the_dtype_of_the_first_call_is_found() -> None:
     assert (finding.output, finding.kind) == ("final_state", FailureKind.DTYPE)
 
 
-@pytest.mark.parametrize("kind", INTERFACES, ids=lambda kind: kind.__name__)
-@pytest.mark.slow_after_first
-def test_another_interface_holds(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(kind(), "oracle", small("oracle", kind.domain, 1), monkeypatch)
-    assert {outcome.verdict for outcome in found} == {Verdict.HOLDS}, [outcome.findings for outcome in found]
+@pytest.mark.slow
+def test_another_interface_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in INTERFACES:
+        found = outcomes(kind(), "oracle", small("oracle", kind.domain, 1), monkeypatch)
+        assert {outcome.verdict for outcome in found} == {Verdict.HOLDS}, [outcome.findings for outcome in found]
 
 
 class OneStateWrongAlone(OneState):

@@ -724,27 +724,24 @@ def test_chunkwise_oracle_is_within_a_few_ulp_of_the_enclosure(channels: bool, r
     worst.settle(record_property)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "change"),
-    [
+def forward(head: Head, form: str) -> Tensor:
+    return definition(*head.tensors(), head.scale)[0] if form == "definition" else by_chunks(head, 2)[0]
+
+
+def test_wrong_delta_rule_is_rejected() -> None:
+    head = Head.drawn(5, 3, 2, "long", "ordinary", 3, channels=False)
+    o, units, _, _ = head.enclosed()
+    rows = [
         ("scale 1", lambda x: {"scale": 1.0}),
         ("float32 exponential", lambda x: {"g": x.g.exp().float().double().log()}),
         ("beta a millionth off", lambda x: {"beta": x.beta * (1 + 1e-6)}),
         ("a key late by one token", lambda x: {"k": x.k.roll(1, 0)}),
         ("no state", lambda x: {"state": torch.zeros_like(x.state)}),
-    ],
-)
-@pytest.mark.parametrize("form", ["definition", "chunkwise"])
-def test_wrong_delta_rule_is_rejected(wrong: str, change: Callable[[Head], dict[str, Any]], form: str) -> None:
-    head = Head.drawn(5, 3, 2, "long", "ordinary", 3, channels=False)
-    o, units, _, _ = head.enclosed()
-
-    def run(one: Head) -> Tensor:
-        return definition(*one.tensors(), one.scale)[0] if form == "definition" else by_chunks(one, 2)[0]
-
-    worst = Worst(form, CHUNK_LIMIT)
-    worst.see(run(head), o, units)
-    assert worst.rejects(run(dataclasses.replace(head, **change(head))), o, units), wrong
+    ]
+    for form, (wrong, change) in itertools.product(("definition", "chunkwise"), rows):
+        worst = Worst(form, CHUNK_LIMIT)
+        worst.see(forward(head, form), o, units)
+        assert worst.rejects(forward(dataclasses.replace(head, **change(head)), form), o, units), (form, wrong)
 
 
 def test_enclosure_rejects_what_is_no_number_and_a_ball_too_wide() -> None:

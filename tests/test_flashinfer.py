@@ -184,9 +184,8 @@ def error(adapter: Adapter, line: str, **changes: Any) -> float:
     return worst(case.spec, limits, results)[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [
+def test_adapters_pass_what_the_kernels_take(stand_in: types.SimpleNamespace) -> None:
+    for kind, line in [
         (kernels.Prefill, PREFILL),
         (kernels.Prefill, PREFILL.replace("state=random", "state=none") + " scale=half"),
         (kernels.Decode, DECODE),
@@ -194,11 +193,8 @@ def error(adapter: Adapter, line: str, **changes: Any) -> float:
         (kernels.Mtp, DECODE),
         (kernels.Mtp, MTP),
         (kernels.Mtp, MTP + " accepted=some seed=3"),
-    ],
-)
-@pytest.mark.slow_after_first
-def test_adapters_pass_what_the_kernels_take(kind: type[kernels.Kernel], line: str, stand_in: types.SimpleNamespace) -> None:
-    assert error(kind(), line) < 1
+    ]:
+        assert error(kind(), line) < 1, kind
 
 
 def test_a_prefill_without_a_final_state_returns_the_output_alone(stand_in: types.SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
@@ -221,31 +222,27 @@ def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
     assert sizes(smallest(tell, line, tmp_path))[size] == 1, "the other defect, unless sizes between are tried"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "fails", "smallest_right"),
-    [
+def fails_with(fails: Callable[[tuple[int, ...]], object], run: Run) -> Outcome:
+    return off(o=40.0 if fails(run.example.case.lengths) else 0.1)
+
+
+def test_a_defect_of_incomplete_blocks_shrinks_in_every_word(tmp_path: pathlib.Path) -> None:
+    for lengths, fails, smallest_right in [
         ("128+65", lambda lengths: any(length % 64 for length in lengths), (1,)),
         ("130", lambda lengths: any(length % 64 for length in lengths), (1,)),
         ("130", lambda lengths: any(length % 2 for length in lengths) or max(lengths) == 130, (1,)),
         ("130+64", lambda lengths: lengths[-1] < max(lengths) or max(lengths) <= 8, (130, 0)),
-    ],
-)
-def test_a_defect_of_incomplete_blocks_shrinks_in_every_word(
-    lengths: str, fails: Callable[[tuple[int, ...]], bool], smallest_right: tuple[int, ...], tmp_path: pathlib.Path
-) -> None:
-    def tell(run: Run) -> Outcome:
-        return off(o=40.0 if fails(run.example.case.lengths) else 0.1)
-
-    packed = " packed=yes" if "+" in lengths else ""
-    line = f"law=oracle adapter=tests/right.py:Chunkwise lengths={lengths}{packed} heads=2 value_heads=4 key_dim=64 value_dim=32"
-    case = smallest(tell, f"{line} gate=64 state=random seed=7", tmp_path)
-    assert case.lengths == smallest_right
-    assert (case.value_heads, case.key_dim, case.gate, case.state, case.seed) == (1, 1, "forever", "none", 0)
+    ]:
+        packed = " packed=yes" if "+" in lengths else ""
+        words = f"lengths={lengths}{packed} heads=2 value_heads=4 key_dim=64 value_dim=32 gate=64 state=random seed=7"
+        tell = functools.partial(fails_with, fails)
+        case = smallest(tell, f"law=oracle adapter=tests/right.py:Chunkwise {words}", tmp_path)
+        assert case.lengths == smallest_right, lengths
+        assert (case.value_heads, case.key_dim, case.gate, case.state, case.seed) == (1, 1, "forever", "none", 0), lengths
 
 
-@pytest.mark.parametrize(
-    ("found", "fails", "smallest_right"),
-    [
+def test_a_class_of_sizes_is_no_threshold_and_lists_get_short(tmp_path: pathlib.Path) -> None:
+    for found, fails, smallest_right in [
         ("15+4089", lambda lengths: lengths[-1] % 64, (1,)),  # of 4087 and 4088 tokens, the last chunk is right: 55 and 56
         ("15+4089", lambda lengths: lengths[-1] % 64 and lengths[-1] % 64 not in (55, 56), (1,)),
         ("15+4089", lambda lengths: lengths[-1] > 1000 or lengths == (1,), (1001,)),
@@ -253,16 +250,9 @@ def test_a_defect_of_incomplete_blocks_shrinks_in_every_word(
         ("7+7+7+7+7", lambda lengths: len(lengths) % 4, (0,)),
         ("+".join(["7"] * 20 + ["40"] + ["3"] * 37), lambda lengths: {7, 40, 3} <= {*lengths}, (7, 40, 3)),
         ("+".join(["2"] * 65), lambda lengths: len(lengths) > 1, (0, 0)),
-    ],
-)
-def test_a_class_of_sizes_is_no_threshold_and_lists_get_short(
-    found: str, fails: Callable[[tuple[int, ...]], bool], smallest_right: tuple[int, ...], tmp_path: pathlib.Path
-) -> None:
-    def tell(run: Run) -> Outcome:
-        return off(o=40.0 if fails(run.example.case.lengths) else 0.1)
-
-    line = f"law=oracle adapter=tests/right.py:Chunkwise lengths={found} packed=yes key_dim=1 value_dim=1"
-    assert smallest(tell, line, tmp_path).lengths == smallest_right
+    ]:
+        line = f"law=oracle adapter=tests/right.py:Chunkwise lengths={found} packed=yes key_dim=1 value_dim=1"
+        assert smallest(functools.partial(fails_with, fails), line, tmp_path).lengths == smallest_right, found
 
 
 def test_a_trace_shrinks_beside_fewer_slots_that_would_not_admit_its_requests(tmp_path: pathlib.Path) -> None:
