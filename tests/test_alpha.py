@@ -243,7 +243,7 @@ def test_a_case_shrinks_to_logarithms_only_where_the_domain_takes_them() -> None
     assert Domain(decays=("linear",)).outside(dataclasses.replace(Case((3,), decay="linear"), decay="log"))
 
 
-def test_explicit_gates_are_asked_of_adapters_that_take_logarithms() -> None:
+def test_explicit_gates_are_for_adapters_that_take_logarithms() -> None:
     needs = LAWS["gates"].needs
     assert needs(Domain(in_kernel=("none", "gate"), decays=("linear",))) == "neither gate nor beta is computed in the kernel"
     assert needs(Domain(in_kernel=("none", "beta"), decays=("linear",))) is None

@@ -303,7 +303,7 @@ def test_other_numbers_meet_in_other_pairs() -> None:
 
 
 class Failing:
-    """Fails where a policy has all picks of one of its faults; counts how often it is asked."""
+    """Fails where a policy has all picks of one of its faults; counts its calls."""
 
     def __init__(self, *faults: Iterable[tuple[str, str]]) -> None:
         self.faults, self.asked = [set(fault) for fault in faults], 0
@@ -365,7 +365,7 @@ def test_inexact_narrowing_is_seen() -> None:
         assert inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults]) == problem, narrowed
 
 
-def test_narrowing_asks_once_a_pick() -> None:
+def test_narrowing_runs_each_pick_once() -> None:
     policy, fails = Policy(3, tuple((f"k{number}", "B=1") for number in range(14))), Failing([("k3", "B=1")], [("k9", "B=1")])
     assert narrow(policy, fails) == [Policy(3, (("k3", "B=1"),)), Policy(3, (("k9", "B=1"),))]
     assert fails.asked == 1 + 14 + 1

@@ -37,7 +37,7 @@ MODES = st.sampled_from(
 
 
 def looks(case: Case, algorithm: str, products: str, chunk: int | None, first: int) -> list[dict[str, Bound]]:
-    """The bounds that are asked for one after the other, but for the finest."""
+    """The bounds from the first look to the one before the finest."""
     stages = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
     while any(limit.sure < 1 for limit in stages[-1].values()):
         stages.append({name: limit.finer() for name, limit in stages[-1].items() if limit.finer is not None})
@@ -159,7 +159,7 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
         return bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
 
     def worst(actual_inputs: Inputs, limits: dict[str, Bound]) -> float:
-        """The greatest error over bound of an implementation that is given something else."""
+        """The greatest error over bound of an implementation with other inputs."""
         o, state = right.BackwardSums().run(actual_inputs)
         assert state is not None
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in (("o", o), ("final_state", state))}
@@ -266,25 +266,25 @@ def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
 
 
 def chain(*pairs: tuple[float, float]) -> tuple[Bound, list[float]]:
-    """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was asked for."""
-    asked: list[float] = []
+    """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was computed."""
+    steps: list[float] = []
 
     def make(rest: tuple[tuple[float, float], ...]) -> Bound:
         (allowed, sure), later = rest[0], rest[1:]
 
         def finer(over: Tensor | None = None) -> Bound:
-            asked.append(later[0][0])
+            steps.append(later[0][0])
             return make(later)
 
         return Bound(torch.zeros(1, 1), torch.tensor([allowed]), "", finer if later else None, sure)
 
-    return make(pairs), asked
+    return make(pairs), steps
 
 
 def test_a_settled_bound_has_all_runs() -> None:
-    one, asked = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    one, steps = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
     all_of = one.settled()
-    assert (float(all_of.allowed), asked) == (pytest.approx(0.9), [1.5, 0.9])
+    assert (float(all_of.allowed), steps) == (pytest.approx(0.9), [1.5, 0.9])
     assert all_of.settled() is all_of
 
 
@@ -293,7 +293,7 @@ def judged(limit: Bound, error: float) -> Judgement:
 
 
 def test_the_judge_looks_further_where_fewer_runs_are_not_sure() -> None:
-    for error, asked, broken in [
+    for error, steps, broken in [
         (0.4, [], False),  # one run is sure
         (0.6, [1.5], False),  # two are
         (1.2, [1.5, 0.9, 1.1], True),  # though over nothing that one or two allow
@@ -303,13 +303,13 @@ def test_the_judge_looks_further_where_fewer_runs_are_not_sure() -> None:
     ]:
         limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
         judgement = judged(limit, error)
-        assert seen == asked, error
+        assert seen == steps, error
         assert bool(judgement.findings) == broken, error
 
 
 def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
-    """What is over is found all the same, and of an output that is not excused everything is asked."""
-    for error, times, asked, broken in [
+    """What is over is found all the same, and an output that is not excused is judged by every look."""
+    for error, times, steps, broken in [
         (0.4, 2.0, [], False),
         (1.2, 2.0, [1.5, 0.9], True),  # over what all runs allow: no more are made
         (1.2, 1.3, [1.5, 0.9, 1.1], True),  # by more than is excused: it is looked at whole
@@ -319,7 +319,7 @@ def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
     ]:
         limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
         judgement = judge([("o, from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
-        assert seen == asked, error
+        assert seen == steps, error
         assert bool(judgement.findings) == broken, error
         other, all_of = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
         assert bool(judge([("dq", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings), error
@@ -327,7 +327,7 @@ def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sure", "excused", "asked"),
+    ("sure", "excused", "steps"),
     [
         (1.0, {}, [[False, False, False, True]]),
         (1.0, {"o": 2.0}, [[False, False, False, True]]),
@@ -335,7 +335,9 @@ def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
         (1.0, {"o": 50.0}, []),  # every row is excused, whatever more runs allow it
     ],
 )
-def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused: dict[str, float], asked: list[list[bool]]) -> None:
+def test_finer_bounds_are_computed_for_the_worst_row_unless_it_is_excused(
+    sure: float, excused: dict[str, float], steps: list[list[bool]]
+) -> None:
     seen: list[list[bool]] = []
     errors = torch.tensor([0.6, 1.5, 2.5, 40.0])
 
@@ -343,12 +345,12 @@ def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused:
         assert over is not None
         seen.append(over.tolist())
         last = Bound(torch.zeros(4, 1), torch.tensor([1.0, 1.0, 3.0, 1.0]))
-        return last if len(seen) == len(asked) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
+        return last if len(seen) == len(steps) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
 
     limit = Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, sure=sure, clear=100.0)
     (finding,) = judge([("o", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
-    assert seen == asked
-    assert (finding.rows_over, round(finding.error)) == (2 if asked else 3, 40)
+    assert seen == steps
+    assert (finding.rows_over, round(finding.error)) == (2 if steps else 3, 40)
 
 
 CLEARS = (bound.CLEAR, bound.CLEAR_OF_MORE, bound.CLEAR_OF_MORE)
@@ -361,13 +363,13 @@ class InTwoParts:
     """
 
     def __init__(self, *levels: list[float], clears: Sequence[float] = CLEARS) -> None:
-        self.levels, self.clears, self.asked = levels, clears, list[tuple[int, list[int]]]()
+        self.levels, self.clears, self.steps = levels, clears, list[tuple[int, list[int]]]()
 
     def bound(self, level: int = 0, allowed: Tensor | None = None) -> Bound:
         def finer(over: Tensor | None = None) -> Bound:
             assert over is not None
             rows = over.nonzero().flatten().tolist()
-            self.asked.append((level + 1, rows))
+            self.steps.append((level + 1, rows))
             known, later = now.clone(), torch.tensor(self.levels[level + 1])
             for first in {row // 2 * 2 for row in rows}:
                 known[first : first + 2] = later[first : first + 2]
@@ -385,7 +387,7 @@ class InTwoParts:
 def test_one_part_is_enough_for_an_output_that_is_broken() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5, 1.5], [2.5, 2.0, 9.0, 9.0])
     (finding,), ratio = limits.judged(6.0, 1.8, 4.0, 1.2)
-    assert limits.asked == [(1, [0]), (2, [0])], "nothing is asked of the part of rows 2 and 3"
+    assert limits.steps == [(1, [0]), (2, [0])], "no finer bound for the part of rows 2 and 3"
     assert (finding.error, finding.allowed, finding.rows_over) == (6.0, 2.5, 3)
     assert ratio == pytest.approx(6.0 / 2.5)
 
@@ -393,14 +395,14 @@ def test_one_part_is_enough_for_an_output_that_is_broken() -> None:
 def test_a_part_that_is_within_its_tolerance_hides_no_other_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 1.05, 1.1])
     (finding,), ratio = limits.judged(3.0, 2.0, 1.2, 1.25)
-    assert limits.asked == [(1, [0]), (1, [3])]
+    assert limits.steps == [(1, [0]), (1, [3])]
     assert (finding.error, finding.rows_over, ratio) == (1.25, 2, pytest.approx(1.25 / 1.1))
 
 
 def test_a_part_of_an_excused_output_hides_no_other_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.0, 1.0, 1.0])
     (finding,), ratio = limits.judged(2.9, 1.0, 2.5, 1.0, excused=2.0)
-    assert limits.asked == [(1, [0]), (1, [2])]
+    assert limits.steps == [(1, [0]), (1, [2])]
     assert (finding.error, ratio, finding.rows_over) == (2.5, pytest.approx(2.5), 2)
 
 
@@ -408,23 +410,23 @@ def test_runs_are_made_until_an_error_is_clear_of_what_is_excused() -> None:
     """16 runs allow 18.2 times too little, and 64 runs 15.4 times: a defect explains 16 times."""
     limits = InTwoParts([1.0] * 4, [1.1] * 4, [1.3] * 4)
     (finding,), ratio = limits.judged(20.0, 0.5, 0.5, 0.5, excused=16.0)
-    assert limits.asked == [(1, [0]), (2, [0])]
+    assert limits.steps == [(1, [0]), (2, [0])]
     assert (finding.allowed, ratio) == (pytest.approx(1.3), pytest.approx(20 / 1.3))
 
 
 def test_an_error_is_clear_by_the_factor_of_the_runs_that_were_made() -> None:
     """16 runs allow 13.6 times too little, which is clear, or 11.7 times, which 64 runs allow."""
-    for error, asked, broken in [(15.0, [1], True), (12.9, [1, 2], False)]:
+    for error, steps, broken in [(15.0, [1], True), (12.9, [1, 2], False)]:
         limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4)
         findings, _ = limits.judged(error, 0.5, 0.5, 0.5)
-        assert [level for level, _ in limits.asked] == asked, error
+        assert [level for level, _ in limits.steps] == steps, error
         assert bool(findings) == broken, error
 
 
 def test_what_more_runs_allow_holds_in_every_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 1.2, 2.0], [0.5, 0.5, 1.5, 2.0])
     findings, ratio = limits.judged(1.6, 1.7, 1.4, 1.0)
-    assert limits.asked == [(1, [1]), (1, [2]), (2, [2])], "16 runs allow rows 0 and 1, so 64 are not asked of them"
+    assert limits.steps == [(1, [1]), (1, [2]), (2, [2])], "16 runs allow rows 0 and 1, so they need no 64"
     assert (findings, ratio) == ([], pytest.approx(1.4 / 1.5))
 
 

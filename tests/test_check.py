@@ -102,7 +102,7 @@ def test_nothing_is_green_by_default() -> None:
             assert reason, counts
 
 
-def test_reason_of_the_undecided_is_told_with_their_number() -> None:
+def test_reason_of_the_undecided_comes_with_their_number() -> None:
     assert overall({Verdict.UNKNOWN: 3, Verdict.HOLDS: 9}, "the oracle gave up")[1] == "3 of 12 cases undecided: the oracle gave up"
     assert overall({Verdict.HOLDS: 2, Verdict.BLIND: 38})[1] == "only 2 of 40 cases could have shown a defect; a verdict needs 5"
 
@@ -147,22 +147,22 @@ def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store
 
 @pytest.mark.slow
 def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: Store) -> None:
-    told: list[tuple[str, int, int]] = []
-    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: told.append(progress))
-    assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
-    assert {(law, of) for law, _, of in told} == {("recall", FEW.examples_of("recall"))}
-    assert sum(report.counts.values()) == len(told)
+    steps: list[tuple[str, int, int]] = []
+    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: steps.append(progress))
+    assert [done for _, done, _ in steps] == list(range(1, len(steps) + 1))
+    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of("recall"))}
+    assert sum(report.counts.values()) == len(steps)
 
 
 @pytest.mark.slow
 def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
-    told: list[LawReport] = []
+    reported: list[LawReport] = []
     settings = Settings("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, stop_at_first=True)
-    with Check(settings, 1, store, on_report=told.append) as check:
+    with Check(settings, 1, store, on_report=reported.append) as check:
         reports = check.run()
     assert [report.law for report in reports] == ["pure"]
     assert reports[0].verdict is Verdict.BROKEN
-    assert told == reports
+    assert reported == reports
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError
 
 
 @pytest.mark.parametrize(
-    ("wrong", "asked"),
+    ("wrong", "count"),
     [
         (lambda number: HERE, 3),
         (lambda number: HERE if number > 4 else "", 7),
@@ -314,14 +314,14 @@ HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError
     ],
     ids=["always", "from the fifth on", "two in a row", "two by turns"],
 )
-def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Callable[[int], str], asked: int, store: Store) -> None:
+def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Callable[[int], str], count: int, store: Store) -> None:
     worker: Any = Failing(wrong)
     (report,) = checked("fla/chunk", ["oracle"], [worker], store, profile=PROFILES["few"])
     assert report.verdict is Verdict.UNKNOWN
-    assert len(worker.asked) == asked
+    assert len(worker.asked) == count
     assert report.fault == wrong(next(number for number in range(1, 9) if wrong(number)))
     assert report.fault_run in worker.asked
-    assert ("the law ended after 3 such cases in a row" in report.reason) is (asked < 20)
+    assert ("the law ended after 3 such cases in a row" in report.reason) is (count < 20)
     notice = text.fault_notice([report])
     assert notice.startswith(
         "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"
@@ -378,15 +378,15 @@ def test_a_check_that_stops_reports_one_law_even_if_two_break_at_the_same_time(s
 
     def both(run: Run) -> float:
         with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(5.0)  # both laws have a broken case before either is told
+            together.wait(5.0)  # both laws have a broken case before either is reported
             together.abort()
         return 3.0
 
     workers: Any = [Answering(both), Answering(both)]
-    told: list[LawReport] = []
-    reports = checked("fla/chunk", ["pure", "memory", "again"], workers, store, stop_at_first=True, on_report=told.append)
+    reported: list[LawReport] = []
+    reports = checked("fla/chunk", ["pure", "memory", "again"], workers, store, stop_at_first=True, on_report=reported.append)
     assert together.broken
-    assert told == reports
+    assert reported == reports
     (report,) = reports
     assert report.verdict is Verdict.BROKEN
     other = workers[report.law == Run.parse(workers[0].asked[0]).law]
@@ -565,7 +565,7 @@ def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     with Worker() as worker:
         worker.ask(RunOne(f"law=oracle adapter={RIGHT} lengths=1"))
         worker.deadline_s = 0.02  # which is about 1 s for so many tokens
-        # The law that asks the oracle before the kernel.
+        # This law runs the oracle before the kernel.
         slow = Case((30000, 30000), packed=True, key_dim=4, value_dim=4, gate="1000")
         outcome = ask(Run("packed", RIGHT, Example(slow, 0)), worker, store)
     assert outcome.verdict is Verdict.UNKNOWN
@@ -719,10 +719,10 @@ def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypa
 
 def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
     """Of a broken output the judge measures only what they do not explain, so an outcome without them may look explained."""
-    defects, run, asked = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
+    defects, run, passed = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
 
     def answered(run: Run, worker: object, store: Store, defects: object = None, **_: object) -> Outcome:
-        asked.append(defects)
+        passed.append(defects)
         return Outcome(Verdict.HOLDS)
 
     for module, name in ((law_check, "ask"), (law_check, "ask_afresh"), (explaining, "ask_afresh")):
@@ -732,8 +732,8 @@ def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeyp
     law_check.LawCheck._ask_afresh(law, run)
     broken = Outcome(Verdict.BROKEN, [Finding("o", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])
     explaining.explain(run.the_law, run, broken, SimpleNamespace(deadline_s=1.0), store, defects, threading.Event())  # type: ignore[arg-type]
-    assert len(asked) > 2
-    assert all(given is defects for given in asked)
+    assert len(passed) > 2
+    assert all(each is defects for each in passed)
 
 
 def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,10 +745,10 @@ def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytes
 
 def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     excused: list[Any] = []
-    monkeypatch.setattr(path_bench, "judged", lambda *given: excused.append(given[-1]) or Outcome(Verdict.HOLDS, rows=1))
+    monkeypatch.setattr(path_bench, "judged", lambda *arguments: excused.append(arguments[-1]) or Outcome(Verdict.HOLDS, rows=1))
     examples = list[Example]()
     adapter = loader.load("gdn/layer")
     seeded(PATH_LAWS["parallel"].draw(adapter.domain), 1, 1, examples.append)
     execute(Run("parallel", "gdn/layer", examples[0]), excused={"y": 3.0})
     assert excused
-    assert all(given == {"y": 3.0} for given in excused)
+    assert all(outputs == {"y": 3.0} for outputs in excused)

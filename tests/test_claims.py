@@ -480,21 +480,21 @@ def test_rows_of_ranks_are_the_slowest_ones_turn_by_turn() -> None:
 
 
 def test_a_rank_that_cannot_answer_says_why() -> None:
-    asked = {"lengths": [3], "sections": [2], "back": [2], "effort": dataclasses.asdict(LEAST_EFFORT)}
-    assert exchange.answer(asked)["error"].startswith("ValueError: Default process group")
+    question = {"lengths": [3], "sections": [2], "back": [2], "effort": dataclasses.asdict(LEAST_EFFORT)}
+    assert exchange.answer(question)["error"].startswith("ValueError: Default process group")
 
 
 class Answers:
-    """A group of ranks that answers what it is told to, or is lost."""
+    """A group of ranks with a fixed answer, or a lost one."""
 
     deadline_s = 1.0
 
     def __init__(self, answer: dict[str, Any] | WorkerLost) -> None:
         self.answer = answer
-        self.asked: dict[str, Any] = {}
+        self.question: dict[str, Any] = {}
 
     def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
-        self.asked = question
+        self.question = question
         if isinstance(self.answer, WorkerLost):
             raise self.answer
         return self.answer
@@ -516,12 +516,14 @@ def test_ranks_that_fail_are_a_row_with_their_reason(answer: dict[str, Any] | Wo
     assert command.exit_code([GOOD, row]) == command.UNDECIDED
 
 
-def test_ranks_are_asked_about_lengths_that_they_can_share() -> None:
+def test_ranks_get_lengths_that_they_can_share() -> None:
     group = Answers(SAID)
     assert len([*exchange.packed(setting(), group, 2, 4)]) == 2
-    assert sum(group.asked["lengths"]) == TINY.moved and len(group.asked["lengths"]) == 4
-    assert not any(length % 4 for length in group.asked["lengths"])
-    assert group.asked["sections"] == tuple(TINY.layer.sections.values()) and group.asked["back"] == (TINY.layer.sections["v"],)
+    assert sum(group.question["lengths"]) == TINY.moved and len(group.question["lengths"]) == 4
+    assert not any(length % 4 for length in group.question["lengths"])
+    assert group.question["sections"] == tuple(TINY.layer.sections.values()) and group.question["back"] == (
+        TINY.layer.sections["v"],
+    )
 
 
 @pytest.mark.parametrize(("there", "words"), [(1, "there is 1"), (3, "there are 3")])
@@ -634,15 +636,15 @@ def test_the_exit_code_is_that_of_the_worst_row() -> None:
     ],
 )
 def test_a_part_that_fails_is_a_row_with_its_reason_after_those_it_had(error: Exception, reason: str) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def part(setting: Setting) -> Iterator[Row]:
         yield GOOD
         raise error
 
-    rows = command.attempted(2, "norms", part, setting(tell=told.append))
+    rows = command.attempted(2, "norms", part, setting(tell=lines.append))
     assert rows == [GOOD, Row(2, "norms", reason=reason)]
-    assert told == [f"claim 2: norms: {reason}"]
+    assert lines == [f"claim 2: norms: {reason}"]
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -760,9 +762,9 @@ def test_the_norm_in_the_kernel_saves_what_is_predicted_of_one_norm_and_nothing_
     assert two[0] - two[1] == 0
 
 
-def test_decoding_is_asked_of_each_block_at_each_number_of_requests(measurement: dict[str, Any]) -> None:
-    asked = {(row["what"], row["size"]) for row in measurement["rows"] if row["claim"] == 5 and not row["lacking"]}
-    assert asked == {
+def test_decoding_is_measured_for_each_block_at_each_number_of_requests(measurement: dict[str, Any]) -> None:
+    sizes = {(row["what"], row["size"]) for row in measurement["rows"] if row["claim"] == 5 and not row["lacking"]}
+    assert sizes == {
         (f"recurrent kernel, BV {block} for 8", f"{count} x 1 token") for block in (16, 32, 64) for count in TINY.requests
     }
 
@@ -803,7 +805,7 @@ def faults() -> dict[str, Any]:
 
     decoding = decode.decode_contest(here, 2)
     forms = {"right": right, "blocks left out": left_out, "another head": another_head}
-    asked = {"decode": dataclasses.replace(decoding, forms=forms)}
+    contests = {"decode": dataclasses.replace(decoding, forms=forms)}
 
     def over_both(x: Inputs) -> Tensors:
         q, k = x.x.chunk(2, 2)
@@ -811,10 +813,10 @@ def faults() -> dict[str, Any]:
         return both.chunk(2, -1)
 
     norming = kernels.norms_contest(here, repeated=False)
-    asked["norms"] = dataclasses.replace(norming, forms={"right": norming.forms["one norm"], "one norm over both": over_both})
+    contests["norms"] = dataclasses.replace(norming, forms={"right": norming.forms["one norm"], "one norm over both": over_both})
     found: dict[str, Any] = {
         name: {form: [finding.output for finding in findings] for form, findings in agreement(contest, CPU).findings.items()}
-        for name, contest in asked.items()
+        for name, contest in contests.items()
     }
     return {**found, "tuned": tuned()}
 

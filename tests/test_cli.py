@@ -252,13 +252,13 @@ def test_a_report_that_cannot_be_written_is_no_success(
 
 def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 16))
-    asked = []
+    lines = []
     for words in ((), ("--climb",)):
         worker = Answering()
         monkeypatch.setattr(check_command, "workers_of", lambda *_, worker=worker: [worker])
         assert run(capfd, "check", RIGHT, "--law", "strides", *words).code == exits.HOLDS
-        asked.append(worker.asked)
-    plain, climbing = asked
+        lines.append(worker.asked)
+    plain, climbing = lines
     assert len(plain) == len(climbing) == 16
     assert plain != climbing
 
@@ -381,7 +381,7 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     assert "findings are in" not in result.out
 
 
-def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+def test_run_of_a_killed_check_is_printed_by_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (tmp_path / ".gdn-verify").mkdir()

@@ -226,7 +226,7 @@ def test_grad_mode_is_the_caller_s() -> None:
 # Ranks that do not come
 
 
-def test_who_waits_for_a_rank_that_raised_is_told_at_once() -> None:
+def test_ranks_that_wait_for_one_that_raised_fail_at_once() -> None:
     def work(place: Place) -> Tensor:
         if place.cp.rank == 1:
             raise KeyError("lost")
@@ -279,7 +279,7 @@ DIFFERENT: dict[str, tuple[Callable[[Comm], object], str]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_call_different_things_are_told_who_called_what(what: str) -> None:
+def test_ranks_that_call_different_things_fail_with_the_name_of_each_call(what: str) -> None:
     work, fragment = DIFFERENT[what]
     for error in simulate(1, 2, lambda place: work(place.cp)):
         assert isinstance(error, Mismatch)
@@ -295,7 +295,7 @@ def test_a_rank_that_returns_while_another_waits_is_a_mismatch(first: int) -> No
     assert str(results[1 - first]) == f"rank {first} returned where rank {1 - first} called all_gather(float32 [1]) over cp"
 
 
-def test_ranks_that_wait_for_each_other_are_told() -> None:
+def test_ranks_that_wait_for_each_other_fail() -> None:
     """0 waits for 2 over tp, 2 for 3 over cp, 3 for 1 over tp, 1 for 0 over cp."""
 
     def work(place: Place) -> None:
@@ -312,9 +312,9 @@ def test_a_rank_may_catch_and_go_on() -> None:
             raise KeyError
         with pytest.raises(Abandoned):
             place.cp.all_reduce(torch.zeros(1))
-        return "told"
+        return "done"
 
-    assert simulate(1, 3, work)[1:] == ["told", "told"]
+    assert simulate(1, 3, work)[1:] == ["done", "done"]
 
 
 def test_turns_are_repeatable_and_no_thread_is_left() -> None:

@@ -1,6 +1,6 @@
 """Conventions of implementations: each word of a domain is drawn, refused and judged, and its right implementation holds.
 
-A few cases here; benchmarks/soundness.py asks hundreds of each.
+A few cases here; benchmarks/soundness.py runs hundreds of each.
 """
 
 import dataclasses

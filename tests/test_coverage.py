@@ -38,9 +38,9 @@ def test_what_the_domain_allows_and_no_case_had_is_missed() -> None:
 
 def test_lines_say_so() -> None:
     seen = coverage.counted(CASES)
-    told = "\n".join(coverage.lines(seen, ["gate=saturated"]))
-    assert "dtype: bf16 " in told
-    assert "never drawn, although the domain allows it: gate=saturated" in told
+    text = "\n".join(coverage.lines(seen, ["gate=saturated"]))
+    assert "dtype: bf16 " in text
+    assert "never drawn, although the domain allows it: gate=saturated" in text
     assert "every value that the domain allows was drawn" in "\n".join(coverage.lines(seen, []))
 
 

@@ -104,8 +104,8 @@ def test_a_grid_that_cuda_does_not_launch_is_found_and_the_same_kernel_along_ano
     case = crowd(SIZED)
     with Worker(300.0) as worker:
 
-        def ask(place: pathlib.Path, asked: Case) -> Outcome:
-            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:MyKernel {asked}")))
+        def ask(place: pathlib.Path, case: Case) -> Outcome:
+            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:MyKernel {case}")))
 
         assert case is not None
         assert ask(EXAMPLE, case).verdict is Verdict.HOLDS

@@ -155,8 +155,8 @@ def test_a_pool_has_parameters_in_the_dtype_of_its_tokens() -> None:
     rule = Domain(in_kernel=("none", "gate", "both"), parameter_dtypes=("fp32", "input"), backward=False)
     drawn = list[PoolCase]()
     seeded(book_of(PoolDomain()).laws["oracle"].draw(PoolDomain(rule=rule)), 1, 24, lambda example: drawn.append(example.case))
-    given = {case.parameter_dtype for case in drawn if case.in_kernel == "none"}
-    assert given == {"fp32"} and {case.parameter_dtype for case in drawn} == {"fp32", "input"}
+    outside_the_kernel = {case.parameter_dtype for case in drawn if case.in_kernel == "none"}
+    assert outside_the_kernel == {"fp32"} and {case.parameter_dtype for case in drawn} == {"fp32", "input"}
     case = next(case for case in drawn if case.parameter_dtype == "input" and case.dtype == "bf16")
     assert {case.inputs()[name].dtype for name in ("A_log", "dt_bias") if case.inputs()[name] is not None} == {
         case.inputs().q.dtype

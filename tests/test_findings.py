@@ -33,7 +33,7 @@ def crashing(text: str) -> list[str]:
 
 
 def defects_that_crash(text: str) -> list[str]:
-    """The lines of known defects whose reason tells of a crash."""
+    """The lines of known defects whose reason describes a crash."""
     return [entry["run"] for entry in tomllib.loads(text).get("defect", ()) if CRASH.search(entry["reason"])]
 
 

@@ -131,7 +131,7 @@ class Racy(Adapter):
 
 @pytest.mark.parametrize(("how", "code"), [("grid", 1), ("sequential", 0)])
 @pytest.mark.slow
-def test_the_command_tells_a_race_that_one_program_after_another_hides(
+def test_the_command_reports_a_race_that_one_program_after_another_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str, code: int
 ) -> None:
     pytest.importorskip("triton")

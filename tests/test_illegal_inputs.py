@@ -1,4 +1,4 @@
-"""Illegal input of pools, layers, paths and traces: our contract refuses all of it, and what an implementation does is told apart.
+"""Illegal input of pools, layers, paths and traces: our contract refuses all of it, and what an implementation does is reported.
 
 The illegal inputs of rules and modules are in tests/test_refusals.py and tests/test_modules.py.
 """
@@ -132,7 +132,7 @@ OPTIONS: dict[str, Any] = {"options": (("mode", ("fast", "slow")),)}
     ids=lambda domain: domain.operation,
 )
 @pytest.mark.slow_after_first
-def test_probe_tells_refusing_from_silent(domain: Any) -> None:
+def test_probe_distinguishes_refusing_from_silent(domain: Any) -> None:
     for kind, did in ((Refuses, "refuses (TypeError)"), (Silent, "returns numbers without an error")):
         adapter = kind()
         adapter.domain = domain
@@ -160,7 +160,7 @@ class Path(PathAdapter):
         return x.hidden
 
 
-def test_probe_tells_what_each_rank_does() -> None:
+def test_probe_reports_what_each_rank_does() -> None:
     for does, did in [
         (("silent", "silent"), "returns numbers without an error"),
         (("refuse", "refuse"), "refuses (TypeError)"),
@@ -308,7 +308,7 @@ class Fails(TraceAdapter):
         raise TypeError("not like this")
 
 
-def test_probe_tells_what_an_engine_does() -> None:
+def test_probe_reports_what_an_engine_does() -> None:
     names = book_named("traces").illegal.names("serving")
     assert {probe(Silently(), name) for name in names} == {"returns numbers without an error"}
     assert {probe(Fails(), name) for name in names} == {"not run: the legal events before it fail (TypeError)"}

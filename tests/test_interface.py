@@ -1,4 +1,4 @@
-"""Adapters find out what the installed release of a library takes. What it lacks is not asked, and is no defect."""
+"""Adapters find out what the installed release of a library takes. What it lacks is not tested, and is no defect."""
 
 import pathlib
 import re
@@ -71,7 +71,7 @@ def test_a_release_without_safe_gate_is_not_called_with_it(orchard: str, monkeyp
         fla.ChunkKdaSafe().run(Inputs(options={}))
 
 
-def test_a_release_without_grouped_heads_is_not_asked_for_them(orchard: str, tmp_path: pathlib.Path) -> None:
+def test_a_release_without_grouped_heads_gets_none(orchard: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "orchard" / "ops" / "chunk.py"
     file.write_text(file.read_text().replace("HV", "H"))
     assert not fla.narrowed(Domain(), orchard).grouped_heads
@@ -85,7 +85,7 @@ def test_the_installed_release_takes_everything() -> None:
         assert kind().domain == kind.domain
 
 
-def test_older_rules_of_transformers_are_not_asked_for_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_rules_of_transformers_get_no_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     for calls, grouped in (("repeat_interleave", True), ("split", False)):
         monkeypatch.setattr(transformers, "signature", lambda _, calls=calls: Signature(frozenset(), "", frozenset({calls})))
         assert transformers.Chunk().domain.grouped_heads is grouped

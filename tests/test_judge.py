@@ -41,7 +41,7 @@ def only(judgement: Judgement) -> Finding:
     return finding
 
 
-def test_row_inside_its_bound_is_no_finding_and_its_ratio_is_told() -> None:
+def test_row_inside_its_bound_is_no_finding_and_has_a_ratio() -> None:
     want = torch.zeros(1, 5, 2, 3)
     got = want.clone()
     got[0, 1, 1] = torch.tensor([0.3, 0.0, 0.0])
@@ -128,7 +128,7 @@ def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
     assert finding.want == (0.0,) * 4
 
 
-def test_first_and_worst_row_are_told_apart() -> None:
+def test_first_and_worst_row_are_both_named() -> None:
     want = torch.zeros(2, 4, 2, 1)
     got = want.clone()
     got[0, 2, 1], got[1, 3, 0], got[1, 3, 1] = 1.0, 3.0, 2.0

@@ -142,9 +142,7 @@ def test_a_defect_with_a_decay_that_is_given_may_name_its_outputs(tmp_path: path
         assert defect.outputs == ("o", "final_state"), gate
 
 
-def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_that_names_outputs_explains_no_other_and_no_more(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     run = Run.parse(LINE)
@@ -190,7 +188,7 @@ def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.
     monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     (four,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     (two,) = load(written(tmp_path, {"outputs": '["da", "dk"]', "times": "2"}))
-    (whatever,) = load(written(tmp_path, {}))  # one that is told by no output excuses none: what is found decides
+    (whatever,) = load(written(tmp_path, {}))  # one that names no output excuses none: what is found decides
     (any_,) = load(written(tmp_path, {"outputs": '["dq", "dg"]'}))  # nor one that may be off by any amount
     assert any_.covers(Run.parse(LINE))
     assert known.KnownDefects([four, two, whatever, any_]).explained_outputs(Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
@@ -526,9 +524,9 @@ def test_a_failure_is_put_on_file_beside_its_adapter_and_fails_no_check_from_any
     assert put(line, "--where", "state=zero") == exits.HOLDS
     assert "on file in own/known_defects.toml: zeros are read as ones, issue 3" in capsys.readouterr().out
     assert "adapter=kernel.py:Kernel lengths=3" in (tmp_path / "own" / "known_defects.toml").read_text()
-    told = f"known defect, still there: zeros are read as ones, issue 3 ({line})"
+    sentence = f"known defect, still there: zeros are read as ones, issue 3 ({line})"
     verdict, lines, counts = verdict_of(kernel)
-    assert (verdict, lines) == (Verdict.HOLDS, [told])
+    assert (verdict, lines) == (Verdict.HOLDS, [sentence])
     assert counts[Verdict.KNOWN] > 0
     assert verdict_of(f"{tmp_path}/own/../own/kernel.py:Kernel")[0] is Verdict.HOLDS
     monkeypatch.chdir(tmp_path / "own")
@@ -615,8 +613,8 @@ def test_an_entry_of_a_user_about_other_versions_or_that_holds_now_is_said(kerne
     run = 'run = "law=oracle adapter=kernel.py:Kernel lengths=3"'
     entry = f'[[defect]]\n{run}\nwhere = "state=none"\nreason = "issue 3"\nversions = {{ torch = ["VERSION"] }}\n'
     near.write_text(entry.replace("VERSION", "0.1"))
-    told = verdict_of(kernel)[1]
-    assert told == ["known defect of torch 0.1 alone, so not looked for (own/known_defects.toml): issue 3"]
+    lines = verdict_of(kernel)[1]
+    assert lines == ["known defect of torch 0.1 alone, so not looked for (own/known_defects.toml): issue 3"]
     near.write_text(entry.replace("VERSION", str(installed("torch"))))
     (line,) = verdict_of(kernel)[1]
     assert line.startswith("known defect NO LONGER FAILS, remove it from own/known_defects.toml: issue 3")

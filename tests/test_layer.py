@@ -750,7 +750,7 @@ class Qwen:
         }
 
     def prefill(self, x: Inputs, cuts: tuple[int, ...]) -> Results:
-        """y and both states after the last token, the tokens given in pieces of these lengths."""
+        """y and both states after the last token, with the tokens in pieces of these lengths."""
         self.load(x)
         cache = self.cache()
         with torch.no_grad():

@@ -237,7 +237,7 @@ def test_domain_refuses_what_it_cannot_be() -> None:
 # The bench
 
 
-def test_states_that_are_not_asked_for_are_not_compared_and_those_asked_for_are() -> None:
+def test_only_states_that_a_call_returns_are_compared() -> None:
     case = LayerCase((2,), seed=1)
     names = set(AdapterBench(base.Layered(), None, case).run(case.inputs(), case.cotangents()))
     assert {name for name in names if not name.startswith("d")} == {"y"}
@@ -282,8 +282,8 @@ def test_right_layer_holds_under_every_law(worker: Worker, tmp_path_factory: pyt
 @pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent", "fla/kda_layer", "fla/kda_layer_recurrent"])
 @pytest.mark.slow
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
-    with small_ones(small), Check(Settings(spec, asked, Fewer("few", 1, large=False), 7), [worker], store) as check:
+    store, laws = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
+    with small_ones(small), Check(Settings(spec, laws, Fewer("few", 1, large=False), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run for report in reports if report.verdict is Verdict.BROKEN} == {}
 

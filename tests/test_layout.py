@@ -35,7 +35,7 @@ FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / 
 
 
 @functools.cache
-def told(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
+def parsed(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
     """The imports and CALLS of a file, and what of it is for types alone: all that these tests look at, found in one walk."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree) if SOME_CALL.search(source) else statements(tree))
@@ -78,7 +78,7 @@ def called(node: ast.AST) -> str:
 def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
     """The imports of a file that go up the house, or to a library that its floor does without."""
     folder, wrong = path.parts[0], []
-    for line, name in imports(told(source)[0], path):
+    for line, name in imports(parsed(source)[0], path):
         top = name.partition(".")[0]
         if top in FLOORS:
             if top not in ALLOWED[folder]:
@@ -92,7 +92,7 @@ def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
 
 def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
     """Calls that would run data as code: pickle, marshal, eval, exec, torch.load."""
-    found, (nodes, _) = [], told(source)
+    found, (nodes, _) = [], parsed(source)
     for node in nodes:
         if isinstance(node, ast.Call):
             owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
@@ -125,7 +125,7 @@ def names_of_modules() -> dict[str, pathlib.Path]:
 
 def arrows(source: str, path: pathlib.Path, names: Collection[str]) -> set[str]:
     """The modules of ours that a file imports when it runs; what is imported for types alone is none."""
-    (nodes, for_types), found = told(source), set[str]()
+    (nodes, for_types), found = parsed(source), set[str]()
     for node in nodes:
         if node in for_types or not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -232,7 +232,7 @@ def test_planted_way_to_run_data_is_seen() -> None:
         assert forbidden_calls(source, pathlib.Path("verify/x.py")), source
 
 
-def test_plugin_imports_nothing_heavy_until_asked() -> None:
+def test_plugin_imports_nothing_heavy_until_it_is_used() -> None:
     path = ROOT / "verify" / "cli" / "pytest_plugin.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -191,7 +191,7 @@ def test_widths_get_small_although_errors_of_one_channel_are_of_any_size(tmp_pat
         assert case.width == 1
 
 
-def test_a_packed_case_stays_packed_and_whether_a_batch_fails_too_is_told(tmp_path: pathlib.Path) -> None:
+def test_a_packed_case_stays_packed_and_the_report_says_whether_a_batch_fails_too(tmp_path: pathlib.Path) -> None:
     run, worker = Run.parse(f"{LINE} packed=yes"), Telling(lambda _: RAISED)
     small, _ = explain(run.the_law, run, RAISED, worker, Store(tmp_path), NO_DEFECTS, threading.Event())  # type: ignore[arg-type]
     assert small.example.case.packed
@@ -331,7 +331,7 @@ def test_a_value_that_prevented_the_failure_is_not_taken_later(tmp_path: pathlib
     assert case.width == 8
 
 
-def test_a_finer_dtype_is_told_and_not_taken(tmp_path: pathlib.Path) -> None:
+def test_a_finer_dtype_is_reported_and_not_taken(tmp_path: pathlib.Path) -> None:
     run = Run.parse(LINE + " dtype=bf16")
     for exact in (True, False):
         worker: Any = Telling(lambda run, exact=exact: off(y=20) if exact or run.example.case.dtype == "bf16" else off(y=0.1))
@@ -405,7 +405,7 @@ def test_a_call_that_fails_in_the_first_case_of_every_law_is_one_report(tmp_path
     laws = ["packed", "cut", "future", "pure"]
     reports = checked(lambda run: RAISED, laws, tmp_path)
     assert {report.verdict for report in reports} == {Verdict.BROKEN}
-    texts = [told for report in reports if (told := text.failure(report))]
+    texts = [failure for report in reports if (failure := text.failure(report))]
     assert len(texts) == 1
     assert "the call fails in the first case of each of the 4 laws that were checked\n  call: raised ValueError" in texts[0]
     assert [report.same_as for report in reports] == ["", *["packed"] * 3]
@@ -447,7 +447,7 @@ def broken(
     return dataclasses.replace(report, neighbours=[*neighbours], fails_too=[*fails_too])
 
 
-def test_two_causes_of_nine_laws_are_told_apart() -> None:
+def test_two_causes_of_nine_laws_are_kept_apart() -> None:
     small = "key_dim=1 value_dim=1"
     values = [
         broken("oracle", f"lengths=2 {small}", off(o=9, final_state=9), "lengths=1"),

@@ -73,7 +73,7 @@ def test_zero_cotangents_give_zeros_however_small_what_else_they_give() -> None:
     assert findings(Leaks()) == ["dq"]
 
 
-def test_a_convolution_that_returns_no_state_is_not_asked_to_go_on_from_it() -> None:
+def test_a_convolution_that_returns_no_state_need_not_go_on_from_it() -> None:
     """A palette gives cases the words of others: the law's own draw returns states."""
     law = MODULE_LAWS["recurrent"]
     line = "lengths=5 op=causal_conv1d width=4 conv_width=3 state=random backward=no"
