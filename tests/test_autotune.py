@@ -224,7 +224,8 @@ def ranked(texts: Sequence[str]) -> list[str]:
 
 
 def test_unfair_draws_are_seen() -> None:
-    for prefers, problem in [
+    texts = [f"BK={size}:num_warps={warps}:num_stages=2" for size in (16, 32, 64) for warps in (1, 2, 4)]
+    rows = [
         (lambda texts, tune, kernel: ranked(texts), "a cheap one is never drawn"),
         (lambda texts, tune, kernel: list(texts), "the order of the list matters"),
         (lambda texts, tune, kernel: preference(texts, tune, kernel)[:-1], "some are left out, or come twice"),
@@ -233,9 +234,8 @@ def test_unfair_draws_are_seen() -> None:
             "a dear one is drawn",
         ),
         (lambda texts, tune, kernel: preference(texts, tune, "kernel"), "the kernel's name does not matter"),
-    ]:
-        texts = [f"BK={size}:num_warps={warps}:num_stages=2" for size in (16, 32, 64) for warps in (1, 2, 4)]
-        assert unfair(prefers, texts) == problem, prefers
+    ]
+    assert different(lambda prefers: unfair(prefers, texts), rows) == []
 
 
 def test_nothing_is_preferred_of_nothing() -> None:
@@ -286,14 +286,14 @@ def drawing(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
 
 
 def test_incomplete_sweeps_are_seen() -> None:
-    for planned, problem in [
+    known = {"a": ("B=1", "B=2", "B=3"), "b": ("C=1", "C=2")}
+    rows = [
         (stopping_short, "too few or too many runs"),
         (one_at_a_time, "too few or too many runs"),
         (staying, "some never run"),
         (drawing, "another number draws"),
-    ]:
-        known = {"a": ("B=1", "B=2", "B=3"), "b": ("C=1", "C=2")}
-        assert incomplete(planned, known, 7) == problem, planned
+    ]
+    assert different(lambda planned: incomplete(planned, known, 7), rows) == []
 
 
 def test_other_numbers_meet_in_other_pairs() -> None:
@@ -354,15 +354,19 @@ def alone(policy: Policy, fails: Callable[[Policy], bool]) -> list[Policy]:
 
 
 def test_inexact_narrowing_is_seen() -> None:
-    for narrowed, faults, problem in [
+    policy = Policy(3, tuple((name, "B=1") for name in "abcd"))
+    rows = [
         (halving, ["b", "d"], "a fault is missed"),
         (halving, [], "too much is at fault"),
         (alone, ["b", "ac"], "a fault is missed"),
         (lambda policy, fails: [policy] * fails(policy), ["b"], "a fault is missed"),
         (lambda policy, fails: [*alone(policy, fails), policy], ["b"], "too much is at fault"),
-    ]:
-        policy = Policy(3, tuple((name, "B=1") for name in "abcd"))
-        assert inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults]) == problem, narrowed
+    ]
+
+    def problem(narrowed: Narrow, faults: list[str]) -> str:
+        return inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults])
+
+    assert different(problem, rows) == []
 
 
 def test_narrowing_runs_each_pick_once() -> None:
@@ -423,6 +427,7 @@ def test_denied_applies_where_it_was_seen() -> None:
 
 
 def test_wrong_entry_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "denied.jsonl"
     for data, message in [
         ([], r"a denied configuration must be a table of config, error, gpu, kernel, law, run, triton, got '\[\]'"),
         (ENTRY | {"why": "x"}, "must have config, error, gpu, kernel, law, run, triton, got one with an unknown why"),
@@ -438,7 +443,6 @@ def test_wrong_entry_is_refused(tmp_path: pathlib.Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Denied.from_json(data)
-        path = tmp_path / "denied.jsonl"
         path.write_text(f"{json.dumps(ENTRY)}\n\n{json.dumps(data)}\n", encoding="utf-8")
         with pytest.raises(ValueError, match=f"line 3 of the deny-list: .*{message}"):
             read_denied(path)

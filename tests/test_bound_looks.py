@@ -116,9 +116,9 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to() -> None:
+    case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
+    arguments = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
     for first in [4, 16, 64]:
-        case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
-        arguments = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
         for name, limit in bounds(*arguments).items():
             for _ in range((4, 16, 64).index(first)):
                 assert limit.finer is not None, first
@@ -229,6 +229,7 @@ def test_chunks_that_are_no_number_of_tokens_are_refused() -> None:
 
 
 def test_cotangents_that_are_no_numbers_are_refused() -> None:
+    case = Case.parse("lengths=4")
     for cotangents, message in [
         ([], "cotangents must be None or tensors by name, got list"),
         ({"o": None}, "cotangent of o must be a tensor, got NoneType"),
@@ -239,7 +240,6 @@ def test_cotangents_that_are_no_numbers_are_refused() -> None:
         ),
         ({"o": torch.ones(1, 4, 1, 16).to_sparse()}, "cotangent of o must be a strided tensor, got one that is torch.sparse_coo"),
     ]:
-        case = Case.parse("lengths=4")
         for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
             with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
                 ask(case.spec, case.inputs(), cotangents)

@@ -161,8 +161,8 @@ def test_a_domain_that_cannot_be_is_refused_in_one_line() -> None:
 
 def test_a_bound_allows_a_rounding_and_no_visible_error() -> None:
     """A row that moves by a quarter of a unit in the last place is within the bound, one that moves by a thousand is not."""
+    adapter = adapter_of("zoo/LinearAttention")
     for (off, verdict), dtype in itertools.product([(0.25, True), (1000.0, False)], ["fp32", "bf16"]):
-        adapter = adapter_of("zoo/LinearAttention")
         case = CallCase((9,), takes=adapter.domain.takes, gives="o:B.T.H.V", sizes="H:2,K:8,V:8", dtype=dtype)
         bench = CallBench(adapter, None, case)
         bound = bench.bounds(*bench.call(case))["o"]

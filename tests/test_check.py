@@ -496,6 +496,7 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
 
 
 def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "unfit.py"
     for source, message in [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
         ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
@@ -523,7 +524,6 @@ def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path:
         ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
     ]:
-        file = tmp_path / "unfit.py"
         file.write_text(source)
         with pytest.raises(AdapterError) as error:
             describe(f"{file}:Kernel", workers[0])

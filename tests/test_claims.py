@@ -267,12 +267,12 @@ def conv_contest(dtype: str = "bf16", **forms: Callable[[Inputs], Tensors]) -> C
 
 
 def test_right_forms_agree_with_the_truth() -> None:
+    template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
     for dtype in ["fp32", "bf16", "fp16"]:
         agreed = agreement(conv_contest(dtype), CPU)
         assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1, dtype
         assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values()), dtype
         numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
-        template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
         assert agreed.about("before", "after") == template.format(*numbers), dtype
         assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows", dtype
 

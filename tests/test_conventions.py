@@ -107,10 +107,8 @@ def test_a_convention_is_needed_and_judged(
     """The right implementation holds with its word and has an alarm without it, and a wrong one in the convention is detected."""
     for name in ("oracle", *LAWS_OF.get(kind, ())):
         found = outcomes(kind(), name, small(name, kind.domain, 1), monkeypatch)
-        assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, (
-            name,
-            [outcome.findings for outcome in found],
-        )
+        findings = [outcome.findings for outcome in found]
+        assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, (name, findings)
     undeclared = kind()
     undeclared.domain = dataclasses.replace(kind.domain, **without)
     others = [example for example in small("oracle", undeclared.domain, 40) if kind.domain.outside(example.case)]

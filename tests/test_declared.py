@@ -80,6 +80,7 @@ PRODUCTS = {"rounds_products": True}
 
 def test_each_thing_that_it_might_say_is_tried_on_every_run(tmp_path: object) -> None:
     """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
+    store = Store(str(tmp_path))
     for of, device, ways in [
         (described(), "cpu", [FOLDS, ANY]),
         (described(), "cuda", [FOLDS, ANY, "tf32"]),
@@ -91,7 +92,6 @@ def test_each_thing_that_it_might_say_is_tried_on_every_run(tmp_path: object) ->
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain(backward=False)), "cpu", [PRODUCTS]),
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain()), "cpu", []),
     ]:
-        store = Store(str(tmp_path))
         runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
         worker = Declaring(*ways)
         assert len(would_hold(of, runs, worker, store)) == len(ways), of  # type: ignore[arg-type]

@@ -401,10 +401,10 @@ def test_drafts_one_after_another_are_prefill_of_all_their_tokens(
 
 
 def test_drafts_show_a_pool_that_is_not_carried() -> None:
+    drafts = [(3, 1, 0), (1, 4, 2), (2, 2, 2)]
+    call = Call((6, 7, 4), (2, 0, 3), 5, packed=True)
+    inputs, directions = call.inputs(), call.cotangents()
     for dropped, shown in [("forward", {"o", "pool"}), ("back", {"dv", "dpool"})]:
-        drafts = [(3, 1, 0), (1, 4, 2), (2, 2, 2)]
-        call = Call((6, 7, 4), (2, 0, 3), 5, packed=True)
-        inputs, directions = call.inputs(), call.cotangents()
         wrong = drafted(inputs, directions, drafts, **{dropped: False})
         assert shown <= {name for name, error in over(wrong, prefilled(inputs, directions)).items() if error > 1e-2}, dropped
 

@@ -111,10 +111,8 @@ def test_the_inputs_of_an_operation_are_those_of_the_page() -> None:
                 states = {"None": any(value is None for value in values), "absent": len(values) < len(inputs)}
                 assert row["may be"] == ", ".join(state for state, occurs in states.items() if occurs), (operation, name)
             if tensors:
-                assert {tensor.dtype for tensor in tensors} == {DTYPES[word] for word in row["dtype"].split(" or ")}, (
-                    operation,
-                    name,
-                )
+                dtypes = {DTYPES[word] for word in row["dtype"].split(" or ")}
+                assert {tensor.dtype for tensor in tensors} == dtypes, (operation, name)
             if types:
                 assert codes(row["shape or type"]) == [*types], (operation, name)
 

@@ -273,30 +273,30 @@ def test_gates_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
 
 
 def test_wrong_gate_is_rejected() -> None:
+    x = gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25])
+    want = [ball_gate(*arguments) for arguments in zip(balls(x.a), balls(x.A_log), balls(x.dt_bias), strict=True)]
+    units = [ulp(ball) for ball in want]
+    Worst("g", GATE_LIMIT).see(truth(GDN_GATE, x)["g"], want, units)
     for wrong, gate in [
         ("softplus before the bias", lambda a, A, bias: -A.exp() * (softplus(a) + bias)),
         ("A as its logarithm", lambda a, A, bias: -A * softplus(a + bias)),
         ("float32 exponential of A", lambda a, A, bias: -A.float().exp().double() * softplus(a + bias)),
         ("torch's softplus", lambda a, A, bias: -A.exp() * torch.nn.functional.softplus(a + bias)),
     ]:
-        x = gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25])
-        want = [ball_gate(*arguments) for arguments in zip(balls(x.a), balls(x.A_log), balls(x.dt_bias), strict=True)]
-        units = [ulp(ball) for ball in want]
-        Worst("g", GATE_LIMIT).see(truth(GDN_GATE, x)["g"], want, units)
         assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
 
 def test_wrong_gate_of_channels_is_rejected() -> None:
+    x = by_channel(gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25]))
+    want = ball_gates(x)["g"]
+    units = [ulp(ball) for ball in want]
+    Worst("g", GATE_LIMIT).see(truth(KDA_GATE, x)["g"], want, units)
     for wrong, gate in [
         ("no bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a)),
         ("the first channel's bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias[:, :1])),
         ("channels and heads of the bias swapped", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias.mT)),
         ("one A a channel", lambda a, A, bias: -A.exp() * softplus(a + bias)),
     ]:
-        x = by_channel(gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25]))
-        want = ball_gates(x)["g"]
-        units = [ulp(ball) for ball in want]
-        Worst("g", GATE_LIMIT).see(truth(KDA_GATE, x)["g"], want, units)
         assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
 
@@ -405,6 +405,10 @@ def test_norms_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
 
 
 def test_wrong_norm_is_rejected() -> None:
+    x = torch.tensor([1e-3, -2e-3, 7e-4], dtype=torch.float64).reshape(1, 1, 1, -1)
+    want = ball_normalised(balls(x), EPS, mean=False)
+    units = [ulp(ball) for ball in want]
+    Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
     for wrong, norm in [
         ("eps 1e-5", lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-5).rsqrt()),
         ("mean of squares", lambda x: x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()),
@@ -412,10 +416,6 @@ def test_wrong_norm_is_rejected() -> None:
         ("eps floors the norm", lambda x: torch.nn.functional.normalize(x, dim=-1, eps=EPS)),
         ("float32 root", lambda x: x * (x.square().sum(-1, keepdim=True) + EPS).float().rsqrt().double()),
     ]:
-        x = torch.tensor([1e-3, -2e-3, 7e-4], dtype=torch.float64).reshape(1, 1, 1, -1)
-        want = ball_normalised(balls(x), EPS, mean=False)
-        units = [ulp(ball) for ball in want]
-        Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
         assert Worst("l2norm", NORM_LIMIT).rejects(norm(x), want, units), wrong
 
 
@@ -446,6 +446,12 @@ def test_gate_before_norm_and_float32_silu_are_rejected() -> None:
 
 
 def test_wrong_dz_is_rejected() -> None:
+    x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 1, 2)
+    inputs = Inputs(x=x, z=z, weight=torch.tensor([0.6, -1.7], dtype=torch.float64), eps=EPS)
+    dz, reach = ball_dz(ball_normalised(balls(x), EPS, mean=True), balls(inputs.weight), balls(z))
+    worst, units = Worst("dz", NORM_LIMIT), [ulp(extent) for extent in reach]
+    worst.see(truth(GATED_RMS_NORM, inputs, {"y": torch.ones_like(x)})["dz"], dz, units)
+    normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     for wrong, gradient in [
         ("sigmoid alone", lambda x, n: x.weight * n * sigmoid(x.z)),
         ("sigmoid's own slope", lambda x, n: x.weight * n * sigmoid(x.z) * sigmoid(-x.z)),
@@ -453,12 +459,6 @@ def test_wrong_dz_is_rejected() -> None:
         ("x before the norm", lambda x, n: x.weight * x.x * slope(oracle_silu)(x.z)),
         ("float32 slope", lambda x, n: x.weight * n * slope(oracle_silu)(x.z).float().double()),
     ]:
-        x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 1, 2)
-        inputs = Inputs(x=x, z=z, weight=torch.tensor([0.6, -1.7], dtype=torch.float64), eps=EPS)
-        dz, reach = ball_dz(ball_normalised(balls(x), EPS, mean=True), balls(inputs.weight), balls(z))
-        worst, units = Worst("dz", NORM_LIMIT), [ulp(extent) for extent in reach]
-        worst.see(truth(GATED_RMS_NORM, inputs, {"y": torch.ones_like(x)})["dz"], dz, units)
-        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
         assert worst.rejects(gradient(inputs, normed), dz, units), wrong
 
 
@@ -566,6 +566,9 @@ def test_convolution_is_within_a_few_ulp_of_its_enclosure(record_property: Recor
 
 
 def test_wrong_convolution_is_rejected() -> None:
+    x = conv_call(3, 2, 4, 5, 1.0, "silu")
+    want, units = ball_convolution(x.x[0], x.weight, x.bias, x.state[0], silu=True)
+    Worst("convolution", CONV_LIMIT).see(truth(CAUSAL_CONV1D, x)["y"], want, units)
     for wrong in [
         lambda x: {"weight": x.weight.flip(-1)},
         lambda x: {"bias": None},
@@ -574,9 +577,6 @@ def test_wrong_convolution_is_rejected() -> None:
         lambda x: {"activation": None},
         lambda x: {"x": x.x.float().double()},
     ]:
-        x = conv_call(3, 2, 4, 5, 1.0, "silu")
-        want, units = ball_convolution(x.x[0], x.weight, x.bias, x.state[0], silu=True)
-        Worst("convolution", CONV_LIMIT).see(truth(CAUSAL_CONV1D, x)["y"], want, units)
         assert Worst("convolution", CONV_LIMIT).rejects(truth(CAUSAL_CONV1D, x.replaced(**wrong(x)))["y"], want, units), wrong
 
 

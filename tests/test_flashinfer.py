@@ -249,8 +249,8 @@ def test_without_the_whole_library_the_kernels_say_what_is_missing(monkeypatch: 
 def test_references_hold(
     flashinfer_files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ["prefill_reference", "decode_reference", "mtp_reference"]:
-        monkeypatch.chdir(tmp_path)
         words = ["check", f"flashinfer/{name}", "--path", str(flashinfer_files), "--profile", "least", "--workers", "1"]
         code = main(words)
         assert code == HOLDS, capsys.readouterr().err

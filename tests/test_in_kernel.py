@@ -181,12 +181,12 @@ def test_contract_refuses_what_the_call_does_not_take() -> None:
 
 
 def test_gates_in_the_kernel_have_the_memories_of_given_ones() -> None:
+    tokens = {"1000": 1000, "64": 64, "10": 10, "tenth": 0.1}
     for gate in ["forever", "1000", "64", "10", "tenth", "saturated", "mixed"]:
         case = Case((400,), value_heads=6, gate=gate, in_kernel="gate", dtype="bf16")
         inputs = case.inputs()
         g = -inputs.A_log.exp() * torch.nn.functional.softplus(inputs.a.float() + inputs.dt_bias)
         memory = -1 / g.mean((0, 1))
-        tokens = {"1000": 1000, "64": 64, "10": 10, "tenth": 0.1}
         if gate in tokens:
             assert tokens[gate] / 3 < memory.min() and memory.max() < 3 * tokens[gate], memory
         elif gate == "forever":

@@ -97,8 +97,8 @@ def test_what_is_changed_after_it_was_returned_is_a_finding(change: str, *, exac
 
 
 def test_what_stays_wrong_was_not_changed() -> None:
+    want = torch.zeros(1, 5, 2, 3)
     for exact, bad in itertools.product([True, False], [math.nan, math.inf, 2.0]):
-        want = torch.zeros(1, 5, 2, 3)
         finding = only(judge([("o", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
         assert finding.kind is not FailureKind.INPUT_CHANGED, (exact, bad)
 

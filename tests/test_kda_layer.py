@@ -103,9 +103,9 @@ def test_layer_is_its_definition_forward_and_backward() -> None:
 
 
 def test_wrong_reading_is_not_the_definition() -> None:
+    inputs, directions = single(LINES[0])
+    got = truth(KDA_LAYER, inputs, directions)
     for wrong in ["gates", "decay", "bias", "silu", "late"]:
-        inputs, directions = single(LINES[0])
-        got = truth(KDA_LAYER, inputs, directions)
         errors = relative(got, evaluate(KDA_LAYER, functools.partial(define, wrong=wrong), inputs, directions))
         assert errors["y"] > 1e-3, wrong
 

@@ -394,6 +394,7 @@ def test_what_the_toolkit_denies_leaves_a_configuration_for_every_shape() -> Non
 
 
 def test_a_bad_entry_of_the_deny_list_is_named_with_the_rule_it_breaks(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "defects.toml"
     for old, new, message in [
         ('cards = ["H200"]', "", "entry 0 of the deny-list must have cards"),
         ("most", "mots", "entry 0 of the deny-list has an unknown key 'mots' (did you mean most?)"),
@@ -403,7 +404,6 @@ def test_a_bad_entry_of_the_deny_list_is_named_with_the_rule_it_breaks(tmp_path:
         ("{ key_dim = 32 }", '{ key_dim = "32" }', "entry 0 of the deny-list: most must give words their greatest whole numbers"),
         ("[[deny]]", "[deny]", "a file of known defects must have [[defect]] and [[deny]] tables alone"),
     ]:
-        path = tmp_path / "defects.toml"
         path.write_text(DENY.replace(old, new))
         with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
             load(path)

@@ -443,11 +443,11 @@ def test_sequence_may_be_cut_anywhere_if_both_states_are_carried_backward_too(ca
 
 
 def test_cut_shows_a_state_that_is_not_carried() -> None:
+    call = Call(Layer(10, 2, 4, 5, 3), (9, 9), seed=4)
+    inputs, directions = call.inputs(), call.cotangents()
+    want = truth(GDN_LAYER, inputs, directions)
     for dropped in ["state", "conv_state", "back"]:
-        call = Call(Layer(10, 2, 4, 5, 3), (9, 9), seed=4)
-        inputs, directions = call.inputs(), call.cotangents()
         carried = tuple(name for name in ("state", "conv_state", "back") if name != dropped)
-        want = truth(GDN_LAYER, inputs, directions)
         assert over(halves(inputs, directions, 5), want) == {}, dropped
         wrong = over(halves(inputs, directions, 5, carried), want)
         shown = {"dhidden", "din_proj"} if dropped == "back" else {"y", "dhidden", "din_proj"}

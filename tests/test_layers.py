@@ -192,6 +192,7 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
 
 
 def test_domain_says_why_a_case_is_outside() -> None:
+    plain = {"lengths": "2", "dtype": "bf16", "backward": "no"}
     for words, reason in [
         ("dtype=fp32", "dtype=fp32 is not among bf16"),
         ("value_dim=16", "key_dim and value_dim must be equal"),
@@ -205,7 +206,6 @@ def test_domain_says_why_a_case_is_outside() -> None:
         ("cached=yes", "cached=yes is not supported"),
         ("backward=yes", "backward=yes is not supported"),
     ]:
-        plain = {"lengths": "2", "dtype": "bf16", "backward": "no"}
         assert NARROW.outside(LayerCase.parse(" ".join(f"{name}={value}" for name, value in plain.items()))) is None, words
         name, _, value = words.partition("=")
         case = LayerCase.parse(" ".join(f"{name}={value}" for name, value in {**plain, name: value}.items()))
