@@ -77,6 +77,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+ON_GPU = f"law=oracle adapter={RIGHT} lengths=3 device=cuda"
 PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2"
 
 
@@ -110,7 +111,13 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("repeat", "law=oracle", f"adapter={RIGHT}", "length=3"), ("'length'", "did you mean lengths?")),
     (("repeat", "--json", "law=oracle", f"adapter={RIGHT}", "length=3", "--deadline", "9"), ("'length'", "mean lengths?")),
     (("known", "law=oracle", "adapter=fla/chonk", "lengths=3", "--reason", "x"), ("did you mean fla/chunk?",)),
-    (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda",)),
+    (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda, got device=cpu",)),
+    (("launches", ON_GPU, "--beside", "sweep"), ("--beside must be a number or native, got sweep",)),
+    (("launches", ON_GPU, "--calls", "1"), ("--calls must be 2 or more without --beside, got 1",)),
+    (("launches", f"law=oracle adapter={RIGHT} device=cuda"), ("a case line must have lengths",)),
+    (("check", RIGHT, "--tune", "fastest"), ("tune must be native or a number that draws",)),
+    (("check", RIGHT, "--deny", "gone.jsonl"), ("--deny must name a file that can be read, got 'gone.jsonl'",)),
+    (("check", RIGHT, "--deny", __file__), ("line 1 of the deny-list",)),
     (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
     (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
     (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),

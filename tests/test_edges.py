@@ -80,16 +80,9 @@ def test_thresholds_are_numbers_around_which_softplus_is_replaced() -> None:
 
 
 def test_thresholds_need_a_gate_that_the_kernel_computes() -> None:
-    assert (
-        not_refused(
-            lambda words: Case.parse(f"lengths=3 gate=thresholds {words}"),
-            (
-                (words, "gate=thresholds needs a gate in the kernel: in_kernel=gate or both")
-                for words in ["", "in_kernel=beta", "decay=linear"]
-            ),
-        )
-        == []
-    )
+    pattern = "gate=thresholds needs a gate in the kernel: in_kernel=gate or both"
+    rows = [(f"lengths=3 gate=thresholds {words}", pattern) for words in ("", "in_kernel=beta", "decay=linear")]
+    assert not_refused(Case.parse, rows) == []
 
 
 # The oracle

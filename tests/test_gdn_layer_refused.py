@@ -116,9 +116,5 @@ def test_heads_that_do_not_divide_and_dtypes_are_refused_alike() -> None:
 
 
 def test_unknown_choices_are_refused() -> None:
-    assert (
-        not_refused(
-            lambda name: Choices(**{name: "triton"}), ((name, f"{name} must be one of .*, got 'triton'") for name in CHOICES)
-        )
-        == []
-    )
+    patterns = ((name, f"{name} must be one of .*, got 'triton'") for name in CHOICES)
+    assert not_refused(lambda name: Choices(**{name: "triton"}), patterns) == []

@@ -249,27 +249,7 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
     assert report == {"reason": "out of memory, with the tensors of every launch kept: CUDA out of memory with 4 warps"}
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line with device=cuda, got device=cpu"),
-        ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
-        (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must have lengths"),
-        ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more without --beside, got 1"),
-        ([LINE], exits.UNDECIDED, "the line has device=cuda, but torch sees no GPU"),
-    ],
-)
-def test_what_it_needs(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if code == exits.UNDECIDED and devices.gpus():
-        pytest.skip("is about hosts without a GPU")
-    assert cli.main(["launches", *words]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"gdn-verify: {message}")
-    assert len(err.splitlines()) == 1
-
-
-def test_a_path_has_no_launches_to_tell() -> None:
+def test_a_path_has_no_launches_to_report() -> None:
     line = "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no"
     report = answer(Launches(line, 2, []).to_json())
     assert "launches are compared for kernels on one process" in report["error"]
