@@ -63,9 +63,9 @@ def test_entry_is_read_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
         assert defect.applies() is applies
 
 
+@pytest.mark.usefixtures("released")
 def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (defect,) = load(written(tmp_path, {}))
-    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     assert defect.explains(Run.parse(LINE))
     assert defect.explains(Run.parse(LINE.replace("lengths=3", "lengths=99 heads=2 value_heads=2")))
     for old, new in (
@@ -79,8 +79,8 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
     assert not defect.explains(Run.parse(LINE))
 
 
-def test_a_defect_of_one_variant_explains_no_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+@pytest.mark.usefixtures("released")
+def test_a_defect_of_one_variant_explains_no_other(tmp_path: pathlib.Path) -> None:
     line = LINE.replace("law=oracle", "law=strides variant=sliced")
     (defect,) = load(written(tmp_path, {"run": f'"{line}"', "where": '"variant=sliced dtype=fp16"'}))
     assert defect.explains(Run.parse(line))
@@ -119,8 +119,8 @@ def test_versions_are_those_of_distributions_on_this_host() -> None:
     assert installed("no-such-distribution") is None
 
 
-def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+@pytest.mark.usefixtures("released")
+def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.Path) -> None:
     line = f"{LINE} device=cuda value_dim=16"
     (defect,) = load(written(tmp_path, {"run": f'"{line}"', "most": "{ value_dim = 16 }"}))
     assert defect.applies("cuda")
@@ -142,8 +142,8 @@ def test_a_defect_with_a_decay_that_is_given_may_name_its_outputs(tmp_path: path
         assert defect.outputs == ("o", "final_state"), gate
 
 
-def test_a_defect_that_names_outputs_explains_no_other_and_no_more(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+@pytest.mark.usefixtures("released")
+def test_a_defect_that_names_outputs_explains_no_other_and_no_more(tmp_path: pathlib.Path) -> None:
     (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     run = Run.parse(LINE)
 
@@ -184,8 +184,8 @@ def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
     assert not known.KnownDefects([elsewhere]).resembling(run, Outcome(Verdict.BROKEN, []))
 
 
-def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+@pytest.mark.usefixtures("released")
+def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path) -> None:
     (four,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     (two,) = load(written(tmp_path, {"outputs": '["da", "dk"]', "times": "2"}))
     (whatever,) = load(written(tmp_path, {}))  # one that names no output excuses none: what is found decides
