@@ -61,6 +61,7 @@ def drawn(spec: str, law: str, count: int, most: int = 10**6) -> list[Example]:
     return found
 
 
+@pytest.mark.slow
 def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code() -> None:
     for wrong, law in KILLED_BY.items():
         examples = drawn(f"zoo/{wrong.__name__}", law, PROFILES["quick"].examples)
@@ -91,6 +92,7 @@ def test_every_law_has_a_wrong_callable_and_every_wrong_callable_a_law() -> None
     assert set(KILLED_BY) == {kind for kind in vars(calls).values() if isinstance(kind, type) and hasattr(kind, "letter")}
 
 
+@pytest.mark.slow
 def test_right_callables_raise_no_alarm() -> None:
     for spec in RIGHT:
         for name, law in CALL_LAWS.items():

@@ -30,7 +30,6 @@ from tests.faults import different
 from verify.adapters import loader
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
-from verify.bench import path_bench
 from verify.bench.adapter_bench import AdapterBench
 from verify.cli.exits import UNDECIDED, exit_code
 from verify.engine import asking, check, explaining, law_check
@@ -495,8 +494,7 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     assert line.startswith("known defect, not shown on this processor: ")
 
 
-def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "unfit.py"
+def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> None:
     for source, message in [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
         ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
@@ -524,6 +522,7 @@ def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path:
         ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
     ]:
+        file = tmp_path_factory.mktemp("own") / "unfit.py"
         file.write_text(source)
         with pytest.raises(AdapterError) as error:
             describe(f"{file}:Kernel", workers[0])
@@ -745,7 +744,8 @@ def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytes
 
 def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     excused: list[Any] = []
-    monkeypatch.setattr(path_bench, "judged", lambda *arguments: excused.append(arguments[-1]) or Outcome(Verdict.HOLDS, rows=1))
+    holds = Outcome(Verdict.HOLDS, rows=1)
+    monkeypatch.setattr("verify.execution.paths.judged", lambda *arguments: excused.append(arguments[-1]) or holds)
     examples = list[Example]()
     adapter = loader.load("gdn/layer")
     seeded(PATH_LAWS["parallel"].draw(adapter.domain), 1, 1, examples.append)
