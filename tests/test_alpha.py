@@ -250,6 +250,7 @@ def test_explicit_gates_are_for_adapters_that_take_logarithms() -> None:
     assert needs(Domain(in_kernel=("none", "gate"))) is None
 
 
+@pytest.mark.slow
 def test_right_implementations_are_within_their_bounds() -> None:
     """Cases as checks draw them; `python -m benchmarks.soundness tests/right.py:AlphaProducts --cases 600` takes more."""
     for kind in [right.AlphaRecurrent, right.AlphaRecurrentKda, right.AlphaProducts, ByAlpha]:

@@ -113,6 +113,7 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "far_heads inputs are not among offset, fused")
 
 
+@pytest.mark.slow
 def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette() -> None:
     for domain in [
         Domain(length_step=64),

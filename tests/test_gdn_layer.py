@@ -23,6 +23,7 @@ from verify.ranks.collectives import Alone, Place, simulate
 MESHES = [(1, False, 1), (2, False, 1), (2, True, 1), (4, True, 1), (1, False, 2), (1, False, 4), (2, False, 2), (2, True, 2)]
 
 
+@pytest.mark.slow
 def test_layer_equals_the_oracle_on_every_mesh() -> None:
     for (tp, sp, cp), (name, call) in itertools.product(MESHES, CALLS.items()):
         over, where = ratio(call, tp=tp, cp=cp, sp=sp)
