@@ -13,7 +13,7 @@ def not_refused(
     Exceptions of other types are raised.
     """
     faults = []
-    for *arguments, pattern in rows:
+    for *arguments, pattern in at_least_one(rows):
         try:
             call(*arguments)
         except error as refusal:
@@ -25,4 +25,11 @@ def not_refused(
 
 def different(call: Callable[..., object], rows: Iterable[tuple[Any, ...]]) -> list[str]:
     """The rows for whose arguments `call` returns something else than the value at their end."""
-    return [f"{arguments}: {got!r} is not {want!r}" for *arguments, want in rows if (got := call(*arguments)) != want]
+    return [f"{arguments}: {got!r} is not {want!r}" for *arguments, want in at_least_one(rows) if (got := call(*arguments)) != want]
+
+
+def at_least_one(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The rows; ValueError if there are none, because a test of nothing would pass."""
+    if not (found := [*rows]):
+        raise ValueError("rows must have at least one row, got none")
+    return found

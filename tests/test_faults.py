@@ -18,3 +18,7 @@ def test_what_is_accepted_or_refused_for_another_reason_is_named() -> None:
 def test_what_differs_is_named() -> None:
     assert different(len, [("a", 1), ("ab", 2)]) == []
     assert different(len, [("a", 1), ("ab", 3)]) == ["['ab']: 2 is not 3"]
+
+
+def test_a_table_without_rows_is_no_success() -> None:
+    assert not_refused(lambda compare: compare(len, []), [(not_refused, "at least one row"), (different, "at least one row")]) == []

@@ -42,10 +42,12 @@ def found() -> dict[str, Any]:
 
 
 def test_programs_together_do_what_they_do_one_after_another(found: dict[str, Any]) -> None:
+    assert CHECKS
     assert {name: found[name] for name in CHECKS if found[name]} == {}
 
 
 def test_every_planted_fault_of_the_interpreter_is_seen(found: dict[str, Any]) -> None:
+    assert FAULTS
     assert [fault for fault in FAULTS if not found["faults"][fault]] == [], "no check fails though the interpreter does this"
 
 
@@ -56,6 +58,7 @@ def planted() -> dict[str, Any]:
 
 
 def test_every_race_planted_in_a_released_kernel_is_a_finding(planted: dict[str, Any]) -> None:
+    assert PLANTED
     for name, argument in PLANTED.items():
         verdict, what = planted["races"][name]
         assert verdict == "broken", (name, what)
