@@ -51,6 +51,8 @@ from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Place, simulate
 from verify.zoo.wrong_paths import GradientOfTheForward
 
+pytestmark = pytest.mark.slow  # they change with the claims alone
+
 SLOW_FIXTURES = ("measurement",)
 
 CPU = torch.device("cpu")
@@ -746,7 +748,6 @@ def acted(claims: Sequence[int], place: str) -> dict[str, Any]:
     return {"code": code, "said": out.getvalue(), **json.loads(pathlib.Path(place).read_text())}
 
 
-@pytest.mark.slow
 def test_every_claim_is_measured_and_its_forms_agree(measurement: dict[str, Any]) -> None:
     rows = [row for row in measurement["rows"] if not row["lacking"]]  # SGLang's kernels have tests of their own
     assert {row["claim"] for row in rows} == set(command.PARTS)

@@ -24,6 +24,8 @@ from oracles.layer import Layer
 from oracles.rule.gated_delta import definition, repeat_heads
 from tests.faults import not_refused
 
+pytestmark = pytest.mark.slow  # they change with the formula alone
+
 Formula = Callable[[Layer, int], Flops]
 Counts = dict[str, int]
 QWEN3_NEXT = Layer(hidden=2048, heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4)
@@ -257,12 +259,10 @@ def disagreements(layer: Layer, tokens: int, forward: Formula, backward: Formula
 @settings(max_examples=60)
 @given(layer=LAYERS, tokens=st.integers(0, 9))
 @example(layer=TELLING, tokens=7)
-@pytest.mark.slow
 def test_formula_is_the_count_of_every_term_forward_and_backward(layer: Layer, tokens: int) -> None:
     assert disagreements(layer, tokens, forward_flops, backward_flops) == []
 
 
-@pytest.mark.slow
 def test_every_term_is_counted() -> None:
     (by_torch, _), (by_numbers, _) = counted_by_torch(TELLING), counted_by_numbers(TELLING)
     terms = {field.name for field in dataclasses.fields(Flops)}
