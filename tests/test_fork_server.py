@@ -277,8 +277,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, 1024))
 
 @pytest.mark.parametrize("limit", [6, 8])
 @pytest.mark.slow
-def test_a_server_without_room_for_descriptors_says_so(another: dict[str, str], tmp_path: pathlib.Path, limit: int) -> None:
+def test_a_server_without_room_for_descriptors_says_so(
+    another: dict[str, str], tmp_path: pathlib.Path, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own are below 6, but for the socket, which has any number: nothing fits, or two of the four that a child needs."""
+    monkeypatch.setattr(fork_server, "GONE_S", 0.3)  # this server lives, however long we wait for its end
     (tmp_path / "narrow.py").write_text(NARROW.replace("MOST", str(limit)))
     for _ in range(2):
         one = fork_server.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
