@@ -31,10 +31,10 @@ def told(program: str, *, environment: Mapping[str, str] = NO_GPU, **names: Any)
     return answered(__name__, environment=environment, program=program, names=names)["told"]
 
 
-def serve(asked: dict[str, Any]) -> dict[str, Any]:
-    if not asked["hooked"]:
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    if not request["hooked"]:
         sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "verify.interpreter"]
-    found: dict[str, Any] = importlib.import_module(asked["module"]).answer(asked["question"])
+    found: dict[str, Any] = importlib.import_module(request["module"]).answer(request["question"])
     return found
 
 

@@ -11,7 +11,7 @@ from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 
 class Answering:
-    """It runs nothing: `ratio` says the error over bound of a run, over 1 the run is broken. `asked` are the lines, in order."""
+    """It runs nothing. `ratio` is the error over the bound of a run: over 1 the run is broken. `asked` has the lines in order."""
 
     deadline_s, started, start_s = 1.0, 0, 0.0
     size = 2  # of its ranks, for a domain of paths
@@ -27,7 +27,7 @@ class Answering:
             description = Description(book_of(domain).name, domain.to_json(), "chunkwise", "ieee", "none 1.0", "", cost=self.cost)
             return description.to_json()
         if isinstance(question, RunMany):
-            return {"outcomes": []}  # each is to be asked alone
+            return {"outcomes": []}  # each run gets a question of its own
         assert isinstance(question, RunOne)
         self.asked.append(question.line)
         ratio = self.ratio(Run.parse(question.line))

@@ -40,7 +40,7 @@ class Command:
         - `imports`: the modules that the command's own fork server imports (default: `worker.IMPORTS`)
         - `stdout`: a descriptor for its output; without it, read `self.stdout`
         """
-        asked = {
+        request = {
             "words": list(words),
             "folder": str(folder),
             "program": program,
@@ -65,7 +65,7 @@ class Command:
 
             self.stderr, errors = pipe()
             self.stdout, out = pipe() if stdout is None else (None, stdout)
-            self._process = fork_server.start(__name__, [json.dumps(asked)], [out, errors], settings, errors, worker.IMPORTS)
+            self._process = fork_server.start(__name__, [json.dumps(request)], [out, errors], settings, errors, worker.IMPORTS)
 
     @property
     def pid(self) -> int:
@@ -119,21 +119,21 @@ class Command:
 
 
 def main(words: Sequence[str]) -> None:
-    """In the forked process: the words are what is asked, and the descriptors of stdout and stderr."""
-    asked = json.loads(words[0])
+    """In the forked process: the words are the request and the descriptors of stdout and stderr."""
+    request = json.loads(words[0])
     for standard, descriptor in ((1, int(words[1])), (2, int(words[2]))):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.pop(BUFFERED)
     os.environ["PYTHONPATH"] = str(ROOT)
-    os.environ.update(asked["environment"])
-    os.chdir(asked["folder"])
-    sys.path.insert(0, asked["folder"])
-    sys.argv[1:] = asked["words"]
-    if asked["imports"] is not None:
-        worker.IMPORTS = tuple(asked["imports"])
-    exec(compile(asked["program"], "<program>", "exec"), {"__name__": "__main__"})
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.path.insert(0, request["folder"])
+    sys.argv[1:] = request["words"]
+    if request["imports"] is not None:
+        worker.IMPORTS = tuple(request["imports"])
+    exec(compile(request["program"], "<program>", "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from verify.process.stacks import Mark, marked
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     if "planted" not in question:
-        told = service.answer(question)
+        answer = service.answer(question)
         if question["question"] == Join.__name__ and "PIDS" in os.environ:
             pathlib.Path(os.environ["PIDS"], str(os.getpid())).touch()
-        return told
+        return answer
     return call_implementation(question["planted"] if distributed.get_rank() in question["of"] else "none").to_json()
 
 

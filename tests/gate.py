@@ -56,7 +56,7 @@ PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table: what was asked for, its verdict, the figure and what it must be."""
+    """A line of the table: its subject, its verdict, the figure and what it must be."""
 
     what: str
     verdict: str
@@ -111,7 +111,7 @@ class Step:
 
 
 def check(done: Done) -> list[Row]:
-    """A check: every law that it was asked holds, and none is undecided."""
+    """A check: every law of it holds, and none is undecided."""
     counts: dict[str, int] = {}
     for report in done.reports:
         for verdict, count in report["counts"].items():
@@ -382,7 +382,7 @@ def kill(process: int) -> None:
 
 
 def host() -> dict[str, Any]:
-    """The cards and versions of this host, asked in a process of its own: this one opens no GPU."""
+    """The cards and versions of this host, from a process of its own: this one opens no GPU."""
     program = (
         "import json, platform, torch; from verify.adapters.packages import installed; "
         "names = ('triton', 'fla-core', 'hypothesis'); "

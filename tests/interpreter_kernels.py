@@ -683,7 +683,7 @@ def assert_message(got: str, want: str) -> None:
 
 def check_load_outside_of_a_tensor_raises() -> None:
     x, y = memories(8, 8)
-    for what, by, n, told in (
+    for what, by, n, message in (
         ("load", 1, 8, "loads 1 element up to 1 after the memory of x"),
         ("load", 5, 4, "loads 1 element up to 1 after the memory of x"),
         ("load", -3, 2, "loads 2 elements up to 3 before the memory of x"),
@@ -691,7 +691,7 @@ def check_load_outside_of_a_tensor_raises() -> None:
         ("scalar", 8, 8, "loads 1 element up to 1 after the memory of x"),
         ("scalar", -1, 8, "loads 1 element up to 1 before the memory of x"),
     ):
-        assert_message(strays(reach_kernel, x, y, n, by, WHAT=what, N=8), f"reach_kernel: reach_kernel {told}")
+        assert_message(strays(reach_kernel, x, y, n, by, WHAT=what, N=8), f"reach_kernel: reach_kernel {message}")
     reach_kernel[(1,)](x, y, 7, 1, WHAT="load", N=8)
     same(y[:7], x[1:])
     reach_kernel[(1,)](x, y, 0, 10**6, WHAT="load", N=8)
@@ -707,8 +707,10 @@ def check_stray_is_told_where_a_function_strays() -> None:
 def check_write_outside_of_a_tensor_raises_and_writes_nothing() -> None:
     x, y, z = memories(8, 8, 8)
     before = [t.clone() for t in (x, y, z)]
-    for what, told in (("store", "stores 3 elements up to 3"), ("add", "updates 3 elements up to 3")):
-        assert_message(strays(reach_kernel, y, x, 8, 3, WHAT=what, N=8), f"reach_kernel: reach_kernel {told} after the memory of x")
+    for what, message in (("store", "stores 3 elements up to 3"), ("add", "updates 3 elements up to 3")):
+        assert_message(
+            strays(reach_kernel, y, x, 8, 3, WHAT=what, N=8), f"reach_kernel: reach_kernel {message} after the memory of x"
+        )
     assert_message(
         strays(reach_kernel, y, x, 8, -1, WHAT="exchange", N=8),
         "reach_kernel: reach_kernel updates 1 element up to 1 before the memory of x",
@@ -733,20 +735,20 @@ def check_neighbour_is_no_part_of_a_tensor() -> None:
         strays(reach_kernel, view, y, 8, 5, WHAT="load", N=8),
         "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x",
     )
-    told = "reach_kernel: reach_kernel loads 1 element up to 1 before the memory of x or y"
-    assert_message(strays(reach_kernel, view, view[2:], 8, -5, WHAT="load", N=8), told)
+    message = "reach_kernel: reach_kernel loads 1 element up to 1 before the memory of x or y"
+    assert_message(strays(reach_kernel, view, view[2:], 8, -5, WHAT="load", N=8), message)
     empty = "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x"
     assert_message(strays(reach_kernel, torch.empty(0), y, 8, 0, WHAT="scalar", N=8), empty)
 
 
 def check_pointers_of_two_tensors_are_held_to_both() -> None:
     x, y = memories(8, 8)
-    for n, first, told in ((8, 1.0, "8 elements up to 12"), (2, 9.0, "2 elements up to 14")):
+    for n, first, message in ((8, 1.0, "8 elements up to 12"), (2, 9.0, "2 elements up to 14")):
         x, y = memories(8, 8)
         reach_kernel[(1,)](x, y, n, 0, WHAT="either", N=8)
         same(y[:n], torch.arange(first, first + n))
         got = strays(reach_kernel, x, y, n, 20, WHAT="either", N=8)
-        assert_message(got, f"reach_kernel: reach_kernel loads {told} after the memory of y")
+        assert_message(got, f"reach_kernel: reach_kernel loads {message} after the memory of y")
     x, y = memories(8, 8)
     reach_kernel[(1,)](x, y, 8, 0, WHAT="joined", N=8)
     same(torch.cat([x, y]), torch.full((16,), 5.0))

@@ -86,7 +86,7 @@ def gradcheck(operation: Operation, inputs: Inputs) -> bool:
 
 
 def remainders(operation: Operation, inputs: Inputs, directions: Results) -> list[tuple[Results, list[float]]]:
-    """For some directions d, d and J(x + hd) - J(x) for h and h / 2: the given tensors move by a fraction of themselves."""
+    """For some directions d, d and J(x + hd) - J(x) for h and h / 2: the tensors of the call move by a fraction of themselves."""
 
     def objective(x: Inputs) -> float:
         outputs = truth(operation, x)

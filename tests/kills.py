@@ -43,7 +43,7 @@ class Fewer(Profile):
 class Kill:
     """The law that detects it, and the most that its smallest case may have: tokens of the longest sequence, and sequences.
 
-    `short` says that only short cases show it, so that they are asked first. Where few cases of the law can show it, one of `seeds`
+    `short` says that only short cases show it, so that they are run first. Where few cases of the law can show it, one of `seeds`
     checks with different seeds must detect it.
     """
 
@@ -71,7 +71,7 @@ def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
 
 @contextlib.contextmanager
 def unexplained(runs: int = 0) -> Iterator[None]:
-    """A context in which a check shrinks a broken case in at most so many runs, and asks nothing else about it.
+    """A context in which a check shrinks a broken case in at most so many runs, and finds out nothing else about it.
 
     No worker is started to see whether the case repeats.
     """
@@ -87,8 +87,8 @@ def unexplained(runs: int = 0) -> Iterator[None]:
 
 
 def _shrunk_alone(run: Run, outcome: Outcome, *others: Any) -> Explained:
-    *asked, domain = others
-    small, best = explaining.explain(run.the_law, run, outcome, *asked, domain=domain)
+    *arguments, domain = others
+    small, best = explaining.explain(run.the_law, run, outcome, *arguments, domain=domain)
     return Explained(dataclasses.replace(run, example=small.example), best, small, "")
 
 
@@ -100,7 +100,7 @@ def shrunk_until(
     more: Callable[[int], bool],
     *others: Any,
 ) -> Shrunk:
-    """What `shrink` returns if it is told to end at a case that is small enough. `others` are its further arguments."""
+    """What `shrink` returns if it must end at a case that is small enough. `others` are its further arguments."""
     smallest = [example]
 
     def failing(candidate: Example) -> bool | None:

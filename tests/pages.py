@@ -1,12 +1,9 @@
 """The pages, and what is in them: headings, sections, tables, commands, links and lines."""
 
-import argparse
 import pathlib
 import re
 import shlex
 from collections.abc import Iterator
-
-import pytest
 
 from tests.sources import ROOT, verbs
 
@@ -115,13 +112,6 @@ def commands(text: str) -> Iterator[list[str]]:
                 command = re.split(r"  +|\s#|\s[|>&]", line[match.end() :])[0]
                 if command.split()[0] in verbs() and "..." not in command:
                     yield shlex.split(command)
-
-
-def parse_command(words: list[str]) -> argparse.Namespace:
-    try:
-        return verbs()[words[0]].parse_args(words[1:])
-    except SystemExit:
-        pytest.fail(f"bad usage: {shlex.join(words)}")
 
 
 def links(text: str) -> Iterator[str]:

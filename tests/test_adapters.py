@@ -1,11 +1,13 @@
-"""The laws bound to the adapters: released kernels, interpreted. One item a law and adapter.
+"""The laws bound to the adapters: released kernels, interpreted. One item a law and adapter of two, one for each other adapter.
 
 Modules, pools and layers are checked so in tests of their own (test_modules.py, test_pools.py, test_layers.py). So are the kernels
 of serving libraries, whose files are fetched first (test_sglang.py, test_vllm.py).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -15,12 +17,17 @@ from tests.kills import Fewer, small_ones
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.registry import KERNELS
 from verify.cli.pytest_plugin import LawItem
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
 
 pytestmark = pytest.mark.interpreted
 
 MAIN = ("transformers/chunk", "gdn/layer")
-LONG = ("fla/chunk",)  # interpreted, each case is a second or two
+LONG = "fla/chunk"  # interpreted, each case is a second or two
 OTHERWISE = (
     "fla/chunk_16",
     "fla/chunk_32",
@@ -28,9 +35,9 @@ OTHERWISE = (
     "fla/chunk_v_first",
     "fla/fused_recurrent_v_first",
 )  # other chunks, layouts
-KNOWN = "fla/fused_recurrent_delta_rule"  # most cases of its law strides show a known defect, so that law needs more of them
-OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, asked of the kernels above
-PLAIN = ("future", "heads", "linear", "permuted")  # and of those what no kernel has a branch of its own for
+VARIANTS = [name for name in KERNELS if name not in (*MAIN, *OTHERWISE) and name.partition("/")[0] not in LIBRARIES]
+OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, which run on the kernels above
+PLAIN = ("future", "heads", "linear", "permuted")  # laws for which no kernel has a branch of its own
 FEWEST = Fewer("fewest", 1, large=False)
 TWO = Fewer("two", 2, large=False)
 
@@ -47,25 +54,6 @@ def on_few_ranks(case: Any) -> bool:
     return case.tokens <= 250 and getattr(case, "tp", 1) * getattr(case, "cp", 1) <= 16
 
 
-@pytest.fixture
-def small() -> Iterator[None]:
-    """Cases take little time. `tox -e verify` asks larger ones."""
-    with small_ones(quick):
-        yield
-
-
-@pytest.fixture
-def asked_least(gdn_law: LawItem, small: None, monkeypatch: pytest.MonkeyPatch) -> LawItem:
-    """The law with one case, or two of the law oracle: `tox -e verify` asks more.
-
-    It has five cases where most show a known defect, after which a law with fewer would not be decided.
-    """
-    if gdn_law.law == "absent" and gdn_law.adapter.startswith("fla/fused_recurrent"):
-        return dataclasses.replace(gdn_law, profile="few")
-    monkeypatch.setitem(PROFILES, FEWEST.name, FEWEST)
-    return dataclasses.replace(gdn_law, profile=FEWEST.name)
-
-
 @pytest.mark.gdn_adapter(*MAIN)
 @pytest.mark.slow
 def test_law_holds(gdn_law: LawItem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,36 +63,40 @@ def test_law_holds(gdn_law: LawItem, monkeypatch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(gdn_law, profile=TWO.name).assert_holds()
 
 
-@pytest.mark.gdn_adapter(*LONG, profile="least")
+@pytest.fixture
+def failing(gdn_device: str, gdn_worker: Worker, tmp_path: pathlib.Path) -> Callable[..., dict[str, str]]:
+    """Checks laws of an adapter with one small case, or two of the law oracle. Returns the laws that are broken or undecided.
+
+    Laws get five cases where most cases show a known defect. `tox -e verify` takes more and larger cases.
+    """
+
+    def check(adapter: str, laws: Collection[str]) -> dict[str, str]:
+        strides = {"strides"} if adapter == "fla/fused_recurrent_delta_rule" else set()
+        absent = {"absent"} if adapter.startswith("fla/fused_recurrent") else set()
+        found = {}
+        for names, profile, fits in (
+            ({*laws} - strides - absent, FEWEST, quick),
+            ({*laws} & absent, PROFILES["few"], quick),
+            ({*laws} & strides, PROFILES["few"], None),
+        ):
+            settings = Settings(adapter, sorted(names), profile, device=gdn_device)
+            with small_ones(fits) if fits else contextlib.nullcontext(), Check(settings, [gdn_worker], Store(tmp_path)) as checking:
+                found |= {report.law: report for report in (checking.run() if names else ())}
+        fine = Verdict.HOLDS, Verdict.UNSUPPORTED
+        assert {*found} == {*laws}
+        return {law: report.run or report.reason for law, report in found.items() if report.verdict not in fine}
+
+    return check
+
+
+@pytest.mark.parametrize("adapter", VARIANTS)
 @pytest.mark.slow
-def test_law_holds_of_a_long_one(asked_least: LawItem) -> None:
-    asked_least.assert_holds()
+def test_laws_hold_of_a_variant(adapter: str, failing: Callable[..., dict[str, str]]) -> None:
+    assert failing(adapter, [name for name in LAWS if adapter == LONG or name not in (*OFTEN, *PLAIN)]) == {}
 
 
-@pytest.mark.gdn_adapter(
-    *(name for name in KERNELS if name not in (*MAIN, *LONG, *OTHERWISE, KNOWN) and name.partition("/")[0] not in LIBRARIES),
-    profile="least",
-    laws=[name for name in LAWS if name not in (*OFTEN, *PLAIN)],
-)
+@pytest.mark.parametrize("adapter", OTHERWISE)
 @pytest.mark.slow
-def test_law_holds_of_a_variant(asked_least: LawItem) -> None:
-    asked_least.assert_holds()
-
-
-@pytest.mark.gdn_adapter(KNOWN, profile="least", laws=[name for name in LAWS if name not in (*OFTEN, *PLAIN, "strides")])
-@pytest.mark.slow
-def test_law_holds_of_one_with_known_defects(asked_least: LawItem) -> None:
-    asked_least.assert_holds()
-
-
-@pytest.mark.gdn_adapter(KNOWN, profile="few", laws=("strides",))
-@pytest.mark.slow
-def test_law_holds_beside_known_defects(gdn_law: LawItem) -> None:
-    gdn_law.assert_holds()
-
-
-@pytest.mark.gdn_adapter(*OTHERWISE, profile="least", laws=("oracle", "cut", "absent"))
-@pytest.mark.slow
-def test_law_holds_of_other_chunks_and_layouts(asked_least: LawItem) -> None:
-    """Of sequences whole and cut, and what they are given; the rest is asked of the same kernels above."""
-    asked_least.assert_holds()
+def test_laws_hold_of_other_chunks_and_layouts(adapter: str, failing: Callable[..., dict[str, str]]) -> None:
+    """Of sequences whole and cut, and absent arguments. The variants above have the same kernels."""
+    assert failing(adapter, ["oracle", "cut", "absent"]) == {}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from properties.words.line import split_line
 from tests.alone import answered
+from tests.faults import different, not_refused
 from tests.needs import need
 from verify.gpu import autotune
 from verify.gpu.autotune import here, using
@@ -75,16 +76,15 @@ def fla_report() -> dict[str, str]:
     return answered("tests.tuning_kernels", hooked=False, fla=True, environment=OTHER_HASHES)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.slow
-def test_kernels_run_as_the_policy_says(report: dict[str, str], name: str) -> None:
-    assert not report[name], report[name]
+def test_kernels_run_as_the_policy_says(report: dict[str, str]) -> None:
+    assert CHECKS
+    assert {name: report[name] for name in CHECKS if report[name]} == {}
 
 
-@pytest.mark.parametrize("name", FLA_CHECKS)
 @pytest.mark.slow
-def test_released_kernels_run_as_the_policy_says(fla_report: dict[str, str], name: str) -> None:
-    assert not fla_report[name], fla_report[name]
+def test_released_kernels_run_as_the_policy_says(fla_report: dict[str, str]) -> None:
+    assert FLA_CHECKS
+    assert {name: fla_report[name] for name in FLA_CHECKS if fla_report[name]} == {}
 
 
 def test_wrong_ways_to_decide_are_rejected(report: dict[str, str]) -> None:
@@ -115,9 +115,8 @@ def test_policy_reads_as_documented() -> None:
     assert str(Policy(17, (("b", "X=1"), ("a", "Y=2")))) == "17,a:Y=2,b:X=1"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_word_is_refused() -> None:
+    rows = [
         ("", "tune must be native or a number"),
         ("fast", "tune must be native or a number that draws, perhaps with picks after it, got 'fast'"),
         ("-1", "tune must be native or a number"),
@@ -137,11 +136,8 @@ def test_policy_reads_as_documented() -> None:
         ("17,a:B=1 2", "a configuration must be"),
         ("17,a:B=1:B=2", "each name once, got 'B=1:B=2'"),
         ("17,a:B=1,a:B=2", "tune must pick a once, got it 2 times"),
-    ],
-)
-def test_wrong_word_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Policy.parse(text)
+    ]
+    assert not_refused(Policy.parse, rows) == []
 
 
 def test_names_and_texts_are_checked() -> None:
@@ -185,18 +181,15 @@ def test_what_ran_can_be_repeated(ran: dict[str, str]) -> None:
     assert not policy.missed({kernel: (config,) for kernel, config in ran.items()})
 
 
-@pytest.mark.parametrize(
-    ("config", "want"),
-    [
+def test_cost_is_blocks_times_stages_over_warps() -> None:
+    rows = [
         ("num_warps=4:num_stages=3", 0.75),
         ("BK=64:BV=32:num_warps=4:num_stages=2", 1024),
         ("BLOCK_SIZE=128:num_warps=8:num_stages=1", 16),
         ("BLOCK=16", 16),
         ("BT=64:NW=4:G=8:DOT_PRECISION=ieee:BF=yes:num_warps=4:num_stages=1", 16),
-    ],
-)
-def test_cost_is_blocks_times_stages_over_warps(config: str, want: float) -> None:
-    assert cost(config) == want
+    ]
+    assert different(cost, rows) == []
 
 
 Prefers = Callable[[Sequence[str], int, str], list[str]]
@@ -232,9 +225,9 @@ def ranked(texts: Sequence[str]) -> list[str]:
     return sorted(texts, key=lambda text: (cost(text), text))
 
 
-@pytest.mark.parametrize(
-    ("prefers", "problem"),
-    [
+def test_unfair_draws_are_seen() -> None:
+    texts = [f"BK={size}:num_warps={warps}:num_stages=2" for size in (16, 32, 64) for warps in (1, 2, 4)]
+    rows = [
         (lambda texts, tune, kernel: ranked(texts), "a cheap one is never drawn"),
         (lambda texts, tune, kernel: list(texts), "the order of the list matters"),
         (lambda texts, tune, kernel: preference(texts, tune, kernel)[:-1], "some are left out, or come twice"),
@@ -243,11 +236,8 @@ def ranked(texts: Sequence[str]) -> list[str]:
             "a dear one is drawn",
         ),
         (lambda texts, tune, kernel: preference(texts, tune, "kernel"), "the kernel's name does not matter"),
-    ],
-)
-def test_unfair_draws_are_seen(prefers: Prefers, problem: str) -> None:
-    texts = [f"BK={size}:num_warps={warps}:num_stages=2" for size in (16, 32, 64) for warps in (1, 2, 4)]
-    assert unfair(prefers, texts) == problem
+    ]
+    assert different(lambda prefers: unfair(prefers, texts), rows) == []
 
 
 def test_nothing_is_preferred_of_nothing() -> None:
@@ -297,18 +287,15 @@ def drawing(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
     yield from (Policy(tune + step) for step in range(max(map(len, known.values()))))
 
 
-@pytest.mark.parametrize(
-    ("planned", "problem"),
-    [
+def test_incomplete_sweeps_are_seen() -> None:
+    known = {"a": ("B=1", "B=2", "B=3"), "b": ("C=1", "C=2")}
+    rows = [
         (stopping_short, "too few or too many runs"),
         (one_at_a_time, "too few or too many runs"),
         (staying, "some never run"),
         (drawing, "another number draws"),
-    ],
-)
-def test_incomplete_sweeps_are_seen(planned: Plan, problem: str) -> None:
-    known = {"a": ("B=1", "B=2", "B=3"), "b": ("C=1", "C=2")}
-    assert incomplete(planned, known, 7) == problem
+    ]
+    assert different(lambda planned: incomplete(planned, known, 7), rows) == []
 
 
 def test_other_numbers_meet_in_other_pairs() -> None:
@@ -318,7 +305,7 @@ def test_other_numbers_meet_in_other_pairs() -> None:
 
 
 class Failing:
-    """Fails where a policy has all picks of one of its faults; counts how often it is asked."""
+    """Fails where a policy has all picks of one of its faults; counts its calls."""
 
     def __init__(self, *faults: Iterable[tuple[str, str]]) -> None:
         self.faults, self.asked = [set(fault) for fault in faults], 0
@@ -368,22 +355,23 @@ def alone(policy: Policy, fails: Callable[[Policy], bool]) -> list[Policy]:
     return [candidate for pick in policy.picks if fails(candidate := Policy(policy.tune, (pick,)))]
 
 
-@pytest.mark.parametrize(
-    ("narrowed", "faults", "problem"),
-    [
+def test_inexact_narrowing_is_seen() -> None:
+    policy = Policy(3, tuple((name, "B=1") for name in "abcd"))
+    rows = [
         (halving, ["b", "d"], "a fault is missed"),
         (halving, [], "too much is at fault"),
         (alone, ["b", "ac"], "a fault is missed"),
         (lambda policy, fails: [policy] * fails(policy), ["b"], "a fault is missed"),
         (lambda policy, fails: [*alone(policy, fails), policy], ["b"], "too much is at fault"),
-    ],
-)
-def test_inexact_narrowing_is_seen(narrowed: Narrow, faults: list[str], problem: str) -> None:
-    policy = Policy(3, tuple((name, "B=1") for name in "abcd"))
-    assert inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults]) == problem
+    ]
+
+    def problem(narrowed: Narrow, faults: list[str]) -> str:
+        return inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults])
+
+    assert different(problem, rows) == []
 
 
-def test_narrowing_asks_once_a_pick() -> None:
+def test_narrowing_runs_each_pick_once() -> None:
     policy, fails = Policy(3, tuple((f"k{number}", "B=1") for number in range(14))), Failing([("k3", "B=1")], [("k9", "B=1")])
     assert narrow(policy, fails) == [Policy(3, (("k3", "B=1"),)), Policy(3, (("k9", "B=1"),))]
     assert fails.asked == 1 + 14 + 1
@@ -440,9 +428,9 @@ def test_denied_applies_where_it_was_seen() -> None:
     assert not denied.applies("NVIDIA H200", "3.6.0")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_wrong_entry_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "denied.jsonl"
+    for data, message in [
         ([], r"a denied configuration must be a table of config, error, gpu, kernel, law, run, triton, got '\[\]'"),
         (ENTRY | {"why": "x"}, "must have config, error, gpu, kernel, law, run, triton, got one with an unknown why"),
         ({name: value for name, value in ENTRY.items() if name != "law"}, "got one with no law"),
@@ -454,15 +442,12 @@ def test_denied_applies_where_it_was_seen() -> None:
         (ENTRY | {"law": "recall"}, "run of a denied configuration must have law=recall and adapter=..., got 'law=cut"),
         (ENTRY | {"run": "law=cut"}, "run of a denied configuration must have law=cut and adapter="),
         (ENTRY | {"run": "cut"}, "a case line is made of name=value words, got 'cut'"),
-    ],
-)
-def test_wrong_entry_is_refused(tmp_path: pathlib.Path, data: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Denied.from_json(data)
-    path = tmp_path / "denied.jsonl"
-    path.write_text(f"{json.dumps(ENTRY)}\n\n{json.dumps(data)}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"line 3 of the deny-list: .*{message}"):
-        read_denied(path)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Denied.from_json(data)
+        path.write_text(f"{json.dumps(ENTRY)}\n\n{json.dumps(data)}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=f"line 3 of the deny-list: .*{message}"):
+            read_denied(path)
 
 
 def test_line_that_is_no_json_is_named(tmp_path: pathlib.Path) -> None:

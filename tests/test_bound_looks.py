@@ -23,6 +23,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from tests import right
+from tests.faults import not_refused
 from tests.over_bounds import answered
 from tests.right_rules import TokenByToken
 from verify.bench.places import where
@@ -36,7 +37,7 @@ MODES = st.sampled_from(
 
 
 def looks(case: Case, algorithm: str, products: str, chunk: int | None, first: int) -> list[dict[str, Bound]]:
-    """The bounds that are asked for one after the other, but for the finest."""
+    """The bounds from the first look to the one before the finest."""
     stages = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
     while any(limit.sure < 1 for limit in stages[-1].values()):
         stages.append({name: limit.finer() for name, limit in stages[-1].items() if limit.finer is not None})
@@ -113,19 +114,19 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
     )
 
 
-@pytest.mark.parametrize("first", [4, 16, 64])
 @pytest.mark.slow
-def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> None:
+def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to() -> None:
     case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
     arguments = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
-    for name, limit in bounds(*arguments).items():
-        for _ in range((4, 16, 64).index(first)):
-            assert limit.finer is not None
-            limit = limit.finer()
-        look = bounds(*arguments, first)[name]
-        assert torch.equal(look.value, limit.value)
-        torch.testing.assert_close(look.allowed, limit.allowed, rtol=1e-12, atol=0)
-        assert (look.sure, look.finer is None) == (1.0, first == 64)
+    for first in [4, 16, 64]:
+        for name, limit in bounds(*arguments).items():
+            for _ in range((4, 16, 64).index(first)):
+                assert limit.finer is not None, first
+                limit = limit.finer()
+            look = bounds(*arguments, first)[name]
+            assert torch.equal(look.value, limit.value), first
+            torch.testing.assert_close(look.allowed, limit.allowed, rtol=1e-12, atol=0)
+            assert (look.sure, look.finer is None) == (1.0, first == 64), first
 
 
 @pytest.mark.parametrize(("power", "amplification"), [(1, 1.0), (2, 4.0), (3, 16.0), (0, 1.0)])
@@ -158,7 +159,7 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
         return bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
 
     def worst(actual_inputs: Inputs, limits: dict[str, Bound]) -> float:
-        """The greatest error over bound of an implementation that is given something else."""
+        """The greatest error over bound of an implementation with other inputs."""
         o, state = right.BackwardSums().run(actual_inputs)
         assert state is not None
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in (("o", o), ("final_state", state))}
@@ -201,40 +202,35 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
     assert (found, ratio > 1000) == (["o", "final_state"], True), "four runs alone"
 
 
-@pytest.mark.parametrize(
-    ("words", "counts"),
-    [
+@pytest.mark.slow
+def test_how_far_over_is_clear() -> None:
+    for words, counts in [
         ("lengths=129 dtype=bf16", {4: math.inf, 16: bound.CLEARLY, 64: bound.CLEARLY}),
         ("lengths=3+0+130 packed=yes dtype=fp16", {4: math.inf, 16: bound.CLEARLY}),
         ("lengths=128 dtype=bf16", {4: bound.CLEAR, 16: bound.CLEAR_OF_MORE}),
         ("lengths=200 dtype=fp32", {4: bound.CLEAR, 16: bound.CLEAR_OF_MORE}),
-    ],
-)
-@pytest.mark.slow
-def test_how_far_over_is_clear(words: str, counts: dict[int, float]) -> None:
-    case = Case.parse(f"{words} key_dim=2 value_dim=2")
-    for count, clear in counts.items():
-        one = bounds(case.spec, case.inputs(), None, "chunkwise", first=count)["o"]
-        assert (one.clear, one.at(0).clear, one.plus(one).clear) == (clear, clear, clear)
+    ]:
+        case = Case.parse(f"{words} key_dim=2 value_dim=2")
+        for count, clear in counts.items():
+            one = bounds(case.spec, case.inputs(), None, "chunkwise", first=count)["o"]
+            assert (one.clear, one.at(0).clear, one.plus(one).clear) == (clear, clear, clear), words
 
 
-@pytest.mark.parametrize("first", [0, 3, 8, True, 1.5, "1"])
-def test_a_first_look_of_other_runs_is_refused(first: object) -> None:
+def test_a_first_look_of_other_runs_is_refused() -> None:
     case = Case.parse("lengths=4")
-    with pytest.raises(ValueError, match=rf"^first must be None or one of 1, 2, 4, 16, 64, got {first!r}$"):
-        bounds(case.spec, case.inputs(), None, "chunkwise", first=first)  # type: ignore[arg-type]
+    patterns = ((first, rf"^first must be None or one of 1, 2, 4, 16, 64, got {first!r}$") for first in [0, 3, 8, True, 1.5, "1"])
+    assert not_refused(lambda first: bounds(case.spec, case.inputs(), None, "chunkwise", first=first), patterns) == []
 
 
-@pytest.mark.parametrize("chunk", [0, -1, True, 2.5, "64"])
-def test_chunks_that_are_no_number_of_tokens_are_refused(chunk: object) -> None:
+def test_chunks_that_are_no_number_of_tokens_are_refused() -> None:
     case = Case.parse("lengths=4")
-    with pytest.raises(ValueError, match=rf"^chunk must be None or a whole number from 1 up, got {chunk!r}$"):
-        bounds(case.spec, case.inputs(), None, "chunkwise", chunk=chunk)  # type: ignore[arg-type]
+    patterns = ((chunk, rf"^chunk must be None or a whole number from 1 up, got {chunk!r}$") for chunk in [0, -1, True, 2.5, "64"])
+    assert not_refused(lambda chunk: bounds(case.spec, case.inputs(), None, "chunkwise", chunk=chunk), patterns) == []
 
 
-@pytest.mark.parametrize(
-    ("cotangents", "message"),
-    [
+def test_cotangents_that_are_no_numbers_are_refused() -> None:
+    case = Case.parse("lengths=4")
+    for cotangents, message in [
         ([], "cotangents must be None or tensors by name, got list"),
         ({"o": None}, "cotangent of o must be a tensor, got NoneType"),
         ({"o": [1.0]}, "cotangent of o must be a tensor, got list"),
@@ -243,13 +239,10 @@ def test_chunks_that_are_no_number_of_tokens_are_refused(chunk: object) -> None:
             "cotangent of o must be floating point of 16, 32 or 64 bits, got torch.int64",
         ),
         ({"o": torch.ones(1, 4, 1, 16).to_sparse()}, "cotangent of o must be a strided tensor, got one that is torch.sparse_coo"),
-    ],
-)
-def test_cotangents_that_are_no_numbers_are_refused(cotangents: Any, message: str) -> None:
-    case = Case.parse("lengths=4")
-    for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            ask(case.spec, case.inputs(), cotangents)
+    ]:
+        for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                ask(case.spec, case.inputs(), cotangents)
 
 
 def test_inputs_of_two_dtypes_are_judged_by_the_coarser_whichever_is_first() -> None:
@@ -273,25 +266,25 @@ def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
 
 
 def chain(*pairs: tuple[float, float]) -> tuple[Bound, list[float]]:
-    """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was asked for."""
-    asked: list[float] = []
+    """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was computed."""
+    steps: list[float] = []
 
     def make(rest: tuple[tuple[float, float], ...]) -> Bound:
         (allowed, sure), later = rest[0], rest[1:]
 
         def finer(over: Tensor | None = None) -> Bound:
-            asked.append(later[0][0])
+            steps.append(later[0][0])
             return make(later)
 
         return Bound(torch.zeros(1, 1), torch.tensor([allowed]), "", finer if later else None, sure)
 
-    return make(pairs), asked
+    return make(pairs), steps
 
 
 def test_a_settled_bound_has_all_runs() -> None:
-    one, asked = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    one, steps = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
     all_of = one.settled()
-    assert (float(all_of.allowed), asked) == (pytest.approx(0.9), [1.5, 0.9])
+    assert (float(all_of.allowed), steps) == (pytest.approx(0.9), [1.5, 0.9])
     assert all_of.settled() is all_of
 
 
@@ -299,50 +292,42 @@ def judged(limit: Bound, error: float) -> Judgement:
     return judge([("o", torch.tensor([[error]]), limit)], lambda *_: "")
 
 
-@pytest.mark.parametrize(
-    ("error", "asked", "broken"),
-    [
+def test_the_judge_looks_further_where_fewer_runs_are_not_sure() -> None:
+    for error, steps, broken in [
         (0.4, [], False),  # one run is sure
         (0.6, [1.5], False),  # two are
         (1.2, [1.5, 0.9, 1.1], True),  # though over nothing that one or two allow
         (1.08, [1.5, 0.9, 1.1], False),  # 64 allow it
         (2.0 * bound.CLEAR, [1.5, 0.9], True),  # clearly broken, of all runs only
         (math.nan, [1.5, 0.9], True),
-    ],
-)
-def test_the_judge_looks_further_where_fewer_runs_are_not_sure(error: float, asked: list[float], *, broken: bool) -> None:
-    limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
-    judgement = judged(limit, error)
-    assert seen == asked
-    assert bool(judgement.findings) == broken
+    ]:
+        limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+        judgement = judged(limit, error)
+        assert seen == steps, error
+        assert bool(judgement.findings) == broken, error
 
 
-@pytest.mark.parametrize(
-    ("error", "times", "asked", "broken"),
-    [
+def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
+    """What is over is found all the same, and an output that is not excused is judged by every look."""
+    for error, times, steps, broken in [
         (0.4, 2.0, [], False),
         (1.2, 2.0, [1.5, 0.9], True),  # over what all runs allow: no more are made
         (1.2, 1.3, [1.5, 0.9, 1.1], True),  # by more than is excused: it is looked at whole
         (1.08, 1.1, [1.5, 0.9, 1.1], False),
         (2.0 * bound.CLEAR, math.inf, [1.5, 0.9], True),
         (math.nan, math.inf, [1.5, 0.9], True),
-    ],
-)
-def test_the_judge_looks_no_further_where_an_output_is_excused(
-    error: float, times: float, asked: list[float], *, broken: bool
-) -> None:
-    """What is over is found all the same, and of an output that is not excused everything is asked."""
-    limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
-    judgement = judge([("o, from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
-    assert seen == asked
-    assert bool(judgement.findings) == broken
-    other, all_of = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
-    assert bool(judge([("dq", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings)
-    assert all_of == [1.5, 0.9, 1.1]
+    ]:
+        limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+        judgement = judge([("o, from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
+        assert seen == steps, error
+        assert bool(judgement.findings) == broken, error
+        other, all_of = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+        assert bool(judge([("dq", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings), error
+        assert all_of == [1.5, 0.9, 1.1], error
 
 
 @pytest.mark.parametrize(
-    ("sure", "excused", "asked"),
+    ("sure", "excused", "steps"),
     [
         (1.0, {}, [[False, False, False, True]]),
         (1.0, {"o": 2.0}, [[False, False, False, True]]),
@@ -350,7 +335,9 @@ def test_the_judge_looks_no_further_where_an_output_is_excused(
         (1.0, {"o": 50.0}, []),  # every row is excused, whatever more runs allow it
     ],
 )
-def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused: dict[str, float], asked: list[list[bool]]) -> None:
+def test_finer_bounds_are_computed_for_the_worst_row_unless_it_is_excused(
+    sure: float, excused: dict[str, float], steps: list[list[bool]]
+) -> None:
     seen: list[list[bool]] = []
     errors = torch.tensor([0.6, 1.5, 2.5, 40.0])
 
@@ -358,12 +345,12 @@ def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused:
         assert over is not None
         seen.append(over.tolist())
         last = Bound(torch.zeros(4, 1), torch.tensor([1.0, 1.0, 3.0, 1.0]))
-        return last if len(seen) == len(asked) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
+        return last if len(seen) == len(steps) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
 
     limit = Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, sure=sure, clear=100.0)
     (finding,) = judge([("o", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
-    assert seen == asked
-    assert (finding.rows_over, round(finding.error)) == (2 if asked else 3, 40)
+    assert seen == steps
+    assert (finding.rows_over, round(finding.error)) == (2 if steps else 3, 40)
 
 
 CLEARS = (bound.CLEAR, bound.CLEAR_OF_MORE, bound.CLEAR_OF_MORE)
@@ -376,13 +363,13 @@ class InTwoParts:
     """
 
     def __init__(self, *levels: list[float], clears: Sequence[float] = CLEARS) -> None:
-        self.levels, self.clears, self.asked = levels, clears, list[tuple[int, list[int]]]()
+        self.levels, self.clears, self.steps = levels, clears, list[tuple[int, list[int]]]()
 
     def bound(self, level: int = 0, allowed: Tensor | None = None) -> Bound:
         def finer(over: Tensor | None = None) -> Bound:
             assert over is not None
             rows = over.nonzero().flatten().tolist()
-            self.asked.append((level + 1, rows))
+            self.steps.append((level + 1, rows))
             known, later = now.clone(), torch.tensor(self.levels[level + 1])
             for first in {row // 2 * 2 for row in rows}:
                 known[first : first + 2] = later[first : first + 2]
@@ -400,7 +387,7 @@ class InTwoParts:
 def test_one_part_is_enough_for_an_output_that_is_broken() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5, 1.5], [2.5, 2.0, 9.0, 9.0])
     (finding,), ratio = limits.judged(6.0, 1.8, 4.0, 1.2)
-    assert limits.asked == [(1, [0]), (2, [0])], "nothing is asked of the part of rows 2 and 3"
+    assert limits.steps == [(1, [0]), (2, [0])], "no finer bound for the part of rows 2 and 3"
     assert (finding.error, finding.allowed, finding.rows_over) == (6.0, 2.5, 3)
     assert ratio == pytest.approx(6.0 / 2.5)
 
@@ -408,14 +395,14 @@ def test_one_part_is_enough_for_an_output_that_is_broken() -> None:
 def test_a_part_that_is_within_its_tolerance_hides_no_other_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 1.05, 1.1])
     (finding,), ratio = limits.judged(3.0, 2.0, 1.2, 1.25)
-    assert limits.asked == [(1, [0]), (1, [3])]
+    assert limits.steps == [(1, [0]), (1, [3])]
     assert (finding.error, finding.rows_over, ratio) == (1.25, 2, pytest.approx(1.25 / 1.1))
 
 
 def test_a_part_of_an_excused_output_hides_no_other_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.0, 1.0, 1.0])
     (finding,), ratio = limits.judged(2.9, 1.0, 2.5, 1.0, excused=2.0)
-    assert limits.asked == [(1, [0]), (1, [2])]
+    assert limits.steps == [(1, [0]), (1, [2])]
     assert (finding.error, ratio, finding.rows_over) == (2.5, pytest.approx(2.5), 2)
 
 
@@ -423,23 +410,23 @@ def test_runs_are_made_until_an_error_is_clear_of_what_is_excused() -> None:
     """16 runs allow 18.2 times too little, and 64 runs 15.4 times: a defect explains 16 times."""
     limits = InTwoParts([1.0] * 4, [1.1] * 4, [1.3] * 4)
     (finding,), ratio = limits.judged(20.0, 0.5, 0.5, 0.5, excused=16.0)
-    assert limits.asked == [(1, [0]), (2, [0])]
+    assert limits.steps == [(1, [0]), (2, [0])]
     assert (finding.allowed, ratio) == (pytest.approx(1.3), pytest.approx(20 / 1.3))
 
 
-@pytest.mark.parametrize(("error", "asked", "broken"), [(15.0, [1], True), (12.9, [1, 2], False)])
-def test_an_error_is_clear_by_the_factor_of_the_runs_that_were_made(error: float, asked: list[int], *, broken: bool) -> None:
+def test_an_error_is_clear_by_the_factor_of_the_runs_that_were_made() -> None:
     """16 runs allow 13.6 times too little, which is clear, or 11.7 times, which 64 runs allow."""
-    limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4)
-    findings, _ = limits.judged(error, 0.5, 0.5, 0.5)
-    assert [level for level, _ in limits.asked] == asked
-    assert bool(findings) == broken
+    for error, steps, broken in [(15.0, [1], True), (12.9, [1, 2], False)]:
+        limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4)
+        findings, _ = limits.judged(error, 0.5, 0.5, 0.5)
+        assert [level for level, _ in limits.steps] == steps, error
+        assert bool(findings) == broken, error
 
 
 def test_what_more_runs_allow_holds_in_every_part() -> None:
     limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 1.2, 2.0], [0.5, 0.5, 1.5, 2.0])
     findings, ratio = limits.judged(1.6, 1.7, 1.4, 1.0)
-    assert limits.asked == [(1, [1]), (1, [2]), (2, [2])], "16 runs allow rows 0 and 1, so 64 are not asked of them"
+    assert limits.steps == [(1, [1]), (1, [2]), (2, [2])], "16 runs allow rows 0 and 1, so they need no 64"
     assert (findings, ratio) == ([], pytest.approx(1.4 / 1.5))
 
 

@@ -1,6 +1,7 @@
 """The laws of any callable: right ones of many kinds raise no alarm, and each law sees a wrong one."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -60,28 +61,30 @@ def drawn(spec: str, law: str, count: int, most: int = 10**6) -> list[Example]:
     return found
 
 
-@pytest.mark.parametrize(("wrong", "law"), KILLED_BY.items(), ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.slow_after_first
-def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code(wrong: type, law: str) -> None:
-    examples = drawn(f"zoo/{wrong.__name__}", law, PROFILES["quick"].examples)
-    broken = next(example for example in examples if execute(Run(law, f"zoo/{wrong.__name__}", example)).verdict is Verdict.BROKEN)
-    assert execute(Run(law, "zoo/LinearAttention", broken)).verdict is Verdict.HOLDS
+@pytest.mark.slow
+def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code() -> None:
+    for wrong, law in KILLED_BY.items():
+        examples = drawn(f"zoo/{wrong.__name__}", law, PROFILES["quick"].examples)
+        broken = next(
+            example for example in examples if execute(Run(law, f"zoo/{wrong.__name__}", example)).verdict is Verdict.BROKEN
+        )
+        assert execute(Run(law, "zoo/LinearAttention", broken)).verdict is Verdict.HOLDS, wrong
 
 
-@pytest.mark.parametrize(("name", "law"), [("LeaksPastEmpty", "samples"), ("PeeksInLongSequences", "future")])
-def test_default_profile_has_empty_sequences_between_others_and_long_ones(name: str, law: str) -> None:
-    spec, count = f"tests/long_calls.py:{name}", PROFILES["quick"].examples
-    assert any(execute(Run(law, spec, example)).verdict is Verdict.BROKEN for example in drawn(spec, law, count))
+def test_default_profile_has_empty_sequences_between_others_and_long_ones() -> None:
+    for name, law in [("LeaksPastEmpty", "samples"), ("PeeksInLongSequences", "future")]:
+        spec, count = f"tests/long_calls.py:{name}", PROFILES["quick"].examples
+        assert any(execute(Run(law, spec, example)).verdict is Verdict.BROKEN for example in drawn(spec, law, count)), name
 
 
-@pytest.mark.parametrize("longest", [60, 81, 150, 5000])
-def test_sequences_are_drawn_up_to_the_longest_of_the_domain(longest: int) -> None:
-    domain = CallDomain(inputs={"x": "B T D", "cu_seqlens": "offsets"}, longest=longest)
-    found = list[Example]()
-    seeded(CALL_LAWS["future"].draw(domain), 0, 60, found.append)
-    most = max(max(example.case.lengths) for example in found)
-    assert min(longest, 1030) / 2 < most <= min(longest, 1030)
-    assert all(domain.outside(example.case) is None for example in found)
+def test_sequences_are_drawn_up_to_the_longest_of_the_domain() -> None:
+    for longest in [60, 81, 150, 5000]:
+        domain = CallDomain(inputs={"x": "B T D", "cu_seqlens": "offsets"}, longest=longest)
+        found = list[Example]()
+        seeded(CALL_LAWS["future"].draw(domain), 0, 60, found.append)
+        most = max(max(example.case.lengths) for example in found)
+        assert min(longest, 1030) / 2 < most <= min(longest, 1030), longest
+        assert all(domain.outside(example.case) is None for example in found), longest
 
 
 def test_every_law_has_a_wrong_callable_and_every_wrong_callable_a_law() -> None:
@@ -89,14 +92,14 @@ def test_every_law_has_a_wrong_callable_and_every_wrong_callable_a_law() -> None
     assert set(KILLED_BY) == {kind for kind in vars(calls).values() if isinstance(kind, type) and hasattr(kind, "letter")}
 
 
-@pytest.mark.parametrize("spec", RIGHT)
-@pytest.mark.slow_after_first
-def test_right_callables_raise_no_alarm(spec: str) -> None:
-    for name, law in CALL_LAWS.items():
-        if law.needs(adapter_of(spec).domain) is None:
-            for example in drawn(spec, name, 1 if name == "finite" else 2, most=60):
-                outcome = execute(Run(name, spec, example))
-                assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (name, str(example.case), outcome)
+@pytest.mark.slow
+def test_right_callables_raise_no_alarm() -> None:
+    for spec in RIGHT:
+        for name, law in CALL_LAWS.items():
+            if law.needs(adapter_of(spec).domain) is None:
+                for example in drawn(spec, name, 1 if name == "finite" else 2, most=60):
+                    outcome = execute(Run(name, spec, example))
+                    assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (name, str(example.case), outcome)
 
 
 @pytest.mark.slow
@@ -151,25 +154,24 @@ WRONG_DOMAINS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG_DOMAINS)
-def test_a_domain_that_cannot_be_is_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
-        CallDomain(**wrong)
-    assert "\n" not in str(refusal.value)
+def test_a_domain_that_cannot_be_is_refused_in_one_line() -> None:
+    for wrong, message in WRONG_DOMAINS:
+        with pytest.raises(ValueError, match=message) as refusal:
+            CallDomain(**wrong)
+        assert "\n" not in str(refusal.value), wrong
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("off", "verdict"), [(0.25, True), (1000.0, False)])
-def test_a_bound_allows_a_rounding_and_no_visible_error(dtype: str, off: float, *, verdict: bool) -> None:
+def test_a_bound_allows_a_rounding_and_no_visible_error() -> None:
     """A row that moves by a quarter of a unit in the last place is within the bound, one that moves by a thousand is not."""
     adapter = adapter_of("zoo/LinearAttention")
-    case = CallCase((9,), takes=adapter.domain.takes, gives="o:B.T.H.V", sizes="H:2,K:8,V:8", dtype=dtype)
-    bench = CallBench(adapter, None, case)
-    bound = bench.bounds(*bench.call(case))["o"]
-    size = bound.value.norm(dim=-1)
-    error = off * torch.finfo({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eps * size
-    assert bool((error <= bound.allowed).all()) is verdict
-    assert bool((bound.allowed < 0.5 * size.clamp(min=1e-6)).float().mean() > 0.9)
+    for (off, verdict), dtype in itertools.product([(0.25, True), (1000.0, False)], ["fp32", "bf16"]):
+        case = CallCase((9,), takes=adapter.domain.takes, gives="o:B.T.H.V", sizes="H:2,K:8,V:8", dtype=dtype)
+        bench = CallBench(adapter, None, case)
+        bound = bench.bounds(*bench.call(case))["o"]
+        size = bound.value.norm(dim=-1)
+        error = off * torch.finfo({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eps * size
+        assert bool((error <= bound.allowed).all()) is verdict, (off, dtype)
+        assert bool((bound.allowed < 0.5 * size.clamp(min=1e-6)).float().mean() > 0.9), (off, dtype)
 
 
 def test_changed_words_are_outside_the_domain() -> None:

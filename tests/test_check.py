@@ -26,10 +26,10 @@ from properties.traces.domain import TraceDomain
 from properties.words.example import Example
 from tests.answering import Answering
 from tests.commands import Command
+from tests.faults import different
 from verify.adapters import loader
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
-from verify.bench import path_bench
 from verify.bench.adapter_bench import AdapterBench
 from verify.cli.exits import UNDECIDED, exit_code
 from verify.engine import asking, check, explaining, law_check
@@ -80,9 +80,8 @@ def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **o
         return check.run()
 
 
-@pytest.mark.parametrize(
-    ("counts", "verdict"),
-    [
+def test_nothing_is_green_by_default() -> None:
+    for counts, verdict in [
         ({}, Verdict.UNKNOWN),
         ({Verdict.HOLDS: 1}, Verdict.HOLDS),
         ({Verdict.HOLDS: ENOUGH - 1}, Verdict.HOLDS),
@@ -95,16 +94,14 @@ def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **o
         ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 1}, Verdict.UNKNOWN),
         ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 9, Verdict.BROKEN: 1}, Verdict.BROKEN),
         ({Verdict.BROKEN: 1}, Verdict.BROKEN),
-    ],
-)
-def test_nothing_is_green_by_default(counts: dict[str, int], verdict: Verdict) -> None:
-    got, reason = overall(counts, "the oracle gave up")
-    assert got is verdict
-    if got is Verdict.UNKNOWN:
-        assert reason
+    ]:
+        got, reason = overall(counts, "the oracle gave up")
+        assert got is verdict, counts
+        if got is Verdict.UNKNOWN:
+            assert reason, counts
 
 
-def test_reason_of_the_undecided_is_told_with_their_number() -> None:
+def test_reason_of_the_undecided_comes_with_their_number() -> None:
     assert overall({Verdict.UNKNOWN: 3, Verdict.HOLDS: 9}, "the oracle gave up")[1] == "3 of 12 cases undecided: the oracle gave up"
     assert overall({Verdict.HOLDS: 2, Verdict.BLIND: 38})[1] == "only 2 of 40 cases could have shown a defect; a verdict needs 5"
 
@@ -149,22 +146,22 @@ def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store
 
 @pytest.mark.slow
 def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: Store) -> None:
-    told: list[tuple[str, int, int]] = []
-    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: told.append(progress))
-    assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
-    assert {(law, of) for law, _, of in told} == {("recall", FEW.examples_of("recall"))}
-    assert sum(report.counts.values()) == len(told)
+    steps: list[tuple[str, int, int]] = []
+    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: steps.append(progress))
+    assert [done for _, done, _ in steps] == list(range(1, len(steps) + 1))
+    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of("recall"))}
+    assert sum(report.counts.values()) == len(steps)
 
 
 @pytest.mark.slow
 def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
-    told: list[LawReport] = []
+    reported: list[LawReport] = []
     settings = Settings("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, stop_at_first=True)
-    with Check(settings, 1, store, on_report=told.append) as check:
+    with Check(settings, 1, store, on_report=reported.append) as check:
         reports = check.run()
     assert [report.law for report in reports] == ["pure"]
     assert reports[0].verdict is Verdict.BROKEN
-    assert told == reports
+    assert reported == reports
 
 
 @pytest.mark.slow
@@ -307,7 +304,7 @@ HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError
 
 
 @pytest.mark.parametrize(
-    ("wrong", "asked"),
+    ("wrong", "count"),
     [
         (lambda number: HERE, 3),
         (lambda number: HERE if number > 4 else "", 7),
@@ -316,14 +313,14 @@ HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError
     ],
     ids=["always", "from the fifth on", "two in a row", "two by turns"],
 )
-def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Callable[[int], str], asked: int, store: Store) -> None:
+def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Callable[[int], str], count: int, store: Store) -> None:
     worker: Any = Failing(wrong)
     (report,) = checked("fla/chunk", ["oracle"], [worker], store, profile=PROFILES["few"])
     assert report.verdict is Verdict.UNKNOWN
-    assert len(worker.asked) == asked
+    assert len(worker.asked) == count
     assert report.fault == wrong(next(number for number in range(1, 9) if wrong(number)))
     assert report.fault_run in worker.asked
-    assert ("the law ended after 3 such cases in a row" in report.reason) is (asked < 20)
+    assert ("the law ended after 3 such cases in a row" in report.reason) is (count < 20)
     notice = text.fault_notice([report])
     assert notice.startswith(
         "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"
@@ -380,15 +377,15 @@ def test_a_check_that_stops_reports_one_law_even_if_two_break_at_the_same_time(s
 
     def both(run: Run) -> float:
         with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(5.0)  # both laws have a broken case before either is told
+            together.wait(5.0)  # both laws have a broken case before either is reported
             together.abort()
         return 3.0
 
     workers: Any = [Answering(both), Answering(both)]
-    told: list[LawReport] = []
-    reports = checked("fla/chunk", ["pure", "memory", "again"], workers, store, stop_at_first=True, on_report=told.append)
+    reported: list[LawReport] = []
+    reports = checked("fla/chunk", ["pure", "memory", "again"], workers, store, stop_at_first=True, on_report=reported.append)
     assert together.broken
-    assert told == reports
+    assert reported == reports
     (report,) = reports
     assert report.verdict is Verdict.BROKEN
     other = workers[report.law == Run.parse(workers[0].asked[0]).law]
@@ -497,9 +494,8 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     assert line.startswith("known defect, not shown on this processor: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> None:
+    for source, message in [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
         ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
         ("import cuda_thing", "ModuleNotFoundError: No module named 'cuda_thing'"),
@@ -525,15 +521,13 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
             "domain must be a Domain or a ModuleDomain or a PoolDomain or a LayerDomain or a CallDomain, got None",
         ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
-    ],
-)
-def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path, text: str, message: str) -> None:
-    file = tmp_path / "unfit.py"
-    file.write_text(text)
-    with pytest.raises(AdapterError) as error:
-        describe(f"{file}:Kernel", workers[0])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    ]:
+        file = tmp_path_factory.mktemp("own") / "unfit.py"
+        file.write_text(source)
+        with pytest.raises(AdapterError) as error:
+            describe(f"{file}:Kernel", workers[0])
+        assert message in str(error.value), source
+        assert "\n" not in str(error.value), source
 
 
 def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:
@@ -570,7 +564,7 @@ def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     with Worker() as worker:
         worker.ask(RunOne(f"law=oracle adapter={RIGHT} lengths=1"))
         worker.deadline_s = 0.02  # which is about 1 s for so many tokens
-        # The law that asks the oracle before the kernel.
+        # This law runs the oracle before the kernel.
         slow = Case((30000, 30000), packed=True, key_dim=4, value_dim=4, gate="1000")
         outcome = ask(Run("packed", RIGHT, Example(slow, 0)), worker, store)
     assert outcome.verdict is Verdict.UNKNOWN
@@ -600,9 +594,8 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
     assert "found once" in (store.folder / "findings.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    ("got", "least", "enough"),
-    [
+def test_versions_are_compared_as_those_of_packages() -> None:
+    rows = [
         ("2.11.0+cu130", "2.8", True),
         ("5.23.0.dev0", "5.23.0", True),
         ("5.22.9", "5.23.0", False),
@@ -610,10 +603,8 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
         ("2.8", "2.8.0", True),
         ("2.10", "2.9", True),
         ("main", "0.1", False),
-    ],
-)
-def test_versions_are_compared_as_those_of_packages(got: str, least: str, *, enough: bool) -> None:
-    assert loader.at_least(got, least) is enough
+    ]
+    assert different(loader.at_least, rows) == []
 
 
 @pytest.mark.parametrize(("device", "running", "count"), [("cuda", False, 4), ("cpu", False, 2), ("cuda", True, 2)])
@@ -727,10 +718,10 @@ def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypa
 
 def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
     """Of a broken output the judge measures only what they do not explain, so an outcome without them may look explained."""
-    defects, run, asked = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
+    defects, run, passed = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
 
     def answered(run: Run, worker: object, store: Store, defects: object = None, **_: object) -> Outcome:
-        asked.append(defects)
+        passed.append(defects)
         return Outcome(Verdict.HOLDS)
 
     for module, name in ((law_check, "ask"), (law_check, "ask_afresh"), (explaining, "ask_afresh")):
@@ -740,8 +731,8 @@ def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeyp
     law_check.LawCheck._ask_afresh(law, run)
     broken = Outcome(Verdict.BROKEN, [Finding("o", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])
     explaining.explain(run.the_law, run, broken, SimpleNamespace(deadline_s=1.0), store, defects, threading.Event())  # type: ignore[arg-type]
-    assert len(asked) > 2
-    assert all(given is defects for given in asked)
+    assert len(passed) > 2
+    assert all(each is defects for each in passed)
 
 
 def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,10 +744,11 @@ def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytes
 
 def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     excused: list[Any] = []
-    monkeypatch.setattr(path_bench, "judged", lambda *given: excused.append(given[-1]) or Outcome(Verdict.HOLDS, rows=1))
+    holds = Outcome(Verdict.HOLDS, rows=1)
+    monkeypatch.setattr("verify.execution.paths.judged", lambda *arguments: excused.append(arguments[-1]) or holds)
     examples = list[Example]()
     adapter = loader.load("gdn/layer")
     seeded(PATH_LAWS["parallel"].draw(adapter.domain), 1, 1, examples.append)
     execute(Run("parallel", "gdn/layer", examples[0]), excused={"y": 3.0})
     assert excused
-    assert all(given == {"y": 3.0} for given in excused)
+    assert all(outputs == {"y": 3.0} for outputs in excused)

@@ -23,6 +23,7 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.modules.case import ModuleCase
 from tests.alone import answered
+from tests.faults import different, not_refused
 from verify.adapters.gdn import functions
 from verify.adapters.gdn.exchange import feature_map, permuted
 from verify.claims import (
@@ -49,6 +50,8 @@ from verify.cli.parsers import parser
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Place, simulate
 from verify.zoo.wrong_paths import GradientOfTheForward
+
+pytestmark = pytest.mark.slow  # they change with the claims alone
 
 SLOW_FIXTURES = ("measurement",)
 
@@ -107,9 +110,9 @@ def test_calls_come_by_turns_and_every_other_round_backwards() -> None:
     assert took == {"a": [1.0, 6.0, 7.0], "b": [102.0, 105.0, 108.0], "c": [3.0, 4.0, 9.0]}
 
 
-@pytest.mark.parametrize(("round_ms", "rounds"), [(1.0, 20), (50.0, 20), (100.0, 10), (400.0, 5), (0.0, 20)])
-def test_rounds_fill_the_budget_within_their_limits(round_ms: float, rounds: int) -> None:
-    assert Effort(budget_s=1.0, least=5, most=20, warm=1).rounds(round_ms) == rounds
+def test_rounds_fill_the_budget_within_their_limits() -> None:
+    rows = [(1.0, 20), (50.0, 20), (100.0, 10), (400.0, 5), (0.0, 20)]
+    assert different(Effort(budget_s=1.0, least=5, most=20, warm=1).rounds, rows) == []
 
 
 def test_ranks_do_as_many_rounds_as_the_slowest_of_them_has_time_for() -> None:
@@ -205,10 +208,9 @@ def test_ragged_lengths_are_long_and_short_by_turns() -> None:
     assert kernels.ragged(64, 4, 8) == [24, 8, 24, 8]
 
 
-@pytest.mark.parametrize(("total", "count", "multiple"), [(3, 4, 1), (30, 2, 8), (8, 0, 1), (16, 3, 8)])
-def test_lengths_that_cannot_be_are_refused(total: int, count: int, multiple: int) -> None:
-    with pytest.raises(ValueError, match=rf"got {total}"):
-        kernels.ragged(total, count, multiple)
+def test_lengths_that_cannot_be_are_refused() -> None:
+    rows = [(3, 4, 1, "got 3"), (30, 2, 8, "got 30"), (8, 0, 1, "got 8"), (16, 3, 8, "got 16")]
+    assert not_refused(kernels.ragged, rows) == []
 
 
 def test_qwen3_next_saves_32_mib_at_4096_tokens() -> None:
@@ -266,15 +268,15 @@ def conv_contest(dtype: str = "bf16", **forms: Callable[[Inputs], Tensors]) -> C
     return Contest({"before": before, "after": plain_conv, **forms}, case, case, "pointwise", prepare=prepare)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_right_forms_agree_with_the_truth(dtype: str) -> None:
-    agreed = agreement(conv_contest(dtype), CPU)
-    assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1
-    assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values())
-    numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
+def test_right_forms_agree_with_the_truth() -> None:
     template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
-    assert agreed.about("before", "after") == template.format(*numbers)
-    assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows"
+    for dtype in ["fp32", "bf16", "fp16"]:
+        agreed = agreement(conv_contest(dtype), CPU)
+        assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1, dtype
+        assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values()), dtype
+        numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
+        assert agreed.about("before", "after") == template.format(*numbers), dtype
+        assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows", dtype
 
 
 def test_forms_that_are_the_same_are_equal_to_the_bit() -> None:
@@ -480,21 +482,21 @@ def test_rows_of_ranks_are_the_slowest_ones_turn_by_turn() -> None:
 
 
 def test_a_rank_that_cannot_answer_says_why() -> None:
-    asked = {"lengths": [3], "sections": [2], "back": [2], "effort": dataclasses.asdict(LEAST_EFFORT)}
-    assert exchange.answer(asked)["error"].startswith("ValueError: Default process group")
+    question = {"lengths": [3], "sections": [2], "back": [2], "effort": dataclasses.asdict(LEAST_EFFORT)}
+    assert exchange.answer(question)["error"].startswith("ValueError: Default process group")
 
 
 class Answers:
-    """A group of ranks that answers what it is told to, or is lost."""
+    """A group of ranks with a fixed answer, or a lost one."""
 
     deadline_s = 1.0
 
     def __init__(self, answer: dict[str, Any] | WorkerLost) -> None:
         self.answer = answer
-        self.asked: dict[str, Any] = {}
+        self.question: dict[str, Any] = {}
 
     def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
-        self.asked = question
+        self.question = question
         if isinstance(self.answer, WorkerLost):
             raise self.answer
         return self.answer
@@ -516,12 +518,14 @@ def test_ranks_that_fail_are_a_row_with_their_reason(answer: dict[str, Any] | Wo
     assert command.exit_code([GOOD, row]) == command.UNDECIDED
 
 
-def test_ranks_are_asked_about_lengths_that_they_can_share() -> None:
+def test_ranks_get_lengths_that_they_can_share() -> None:
     group = Answers(SAID)
     assert len([*exchange.packed(setting(), group, 2, 4)]) == 2
-    assert sum(group.asked["lengths"]) == TINY.moved and len(group.asked["lengths"]) == 4
-    assert not any(length % 4 for length in group.asked["lengths"])
-    assert group.asked["sections"] == tuple(TINY.layer.sections.values()) and group.asked["back"] == (TINY.layer.sections["v"],)
+    assert sum(group.question["lengths"]) == TINY.moved and len(group.question["lengths"]) == 4
+    assert not any(length % 4 for length in group.question["lengths"])
+    assert group.question["sections"] == tuple(TINY.layer.sections.values()) and group.question["back"] == (
+        TINY.layer.sections["v"],
+    )
 
 
 @pytest.mark.parametrize(("there", "words"), [(1, "there is 1"), (3, "there are 3")])
@@ -613,19 +617,16 @@ def test_rows_are_plain_data() -> None:
 GOOD = Row(1, "conv", before=Spread.of([1.0]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "code"),
-    [
+def test_the_exit_code_is_that_of_the_worst_row() -> None:
+    rows = [
         ([GOOD], command.HOLDS),
         ([GOOD, ROWS[1]], command.HOLDS),
         ([GOOD, Row(2, "norm", reason="out of memory")], command.UNDECIDED),
         ([ROWS[1]], command.UNDECIDED),
         ([], command.UNDECIDED),
         ([GOOD, Row(2, "norm", reason="out of memory"), dataclasses.replace(GOOD, broken=True)], command.BROKEN),
-    ],
-)
-def test_the_exit_code_is_that_of_the_worst_row(rows: list[Row], code: int) -> None:
-    assert command.exit_code(rows) == code
+    ]
+    assert different(command.exit_code, rows) == []
 
 
 @pytest.mark.parametrize(
@@ -637,15 +638,15 @@ def test_the_exit_code_is_that_of_the_worst_row(rows: list[Row], code: int) -> N
     ],
 )
 def test_a_part_that_fails_is_a_row_with_its_reason_after_those_it_had(error: Exception, reason: str) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def part(setting: Setting) -> Iterator[Row]:
         yield GOOD
         raise error
 
-    rows = command.attempted(2, "norms", part, setting(tell=told.append))
+    rows = command.attempted(2, "norms", part, setting(tell=lines.append))
     assert rows == [GOOD, Row(2, "norms", reason=reason)]
-    assert told == [f"claim 2: norms: {reason}"]
+    assert lines == [f"claim 2: norms: {reason}"]
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -747,7 +748,6 @@ def acted(claims: Sequence[int], place: str) -> dict[str, Any]:
     return {"code": code, "said": out.getvalue(), **json.loads(pathlib.Path(place).read_text())}
 
 
-@pytest.mark.slow
 def test_every_claim_is_measured_and_its_forms_agree(measurement: dict[str, Any]) -> None:
     rows = [row for row in measurement["rows"] if not row["lacking"]]  # SGLang's kernels have tests of their own
     assert {row["claim"] for row in rows} == set(command.PARTS)
@@ -763,9 +763,9 @@ def test_the_norm_in_the_kernel_saves_what_is_predicted_of_one_norm_and_nothing_
     assert two[0] - two[1] == 0
 
 
-def test_decoding_is_asked_of_each_block_at_each_number_of_requests(measurement: dict[str, Any]) -> None:
-    asked = {(row["what"], row["size"]) for row in measurement["rows"] if row["claim"] == 5 and not row["lacking"]}
-    assert asked == {
+def test_decoding_is_measured_for_each_block_at_each_number_of_requests(measurement: dict[str, Any]) -> None:
+    sizes = {(row["what"], row["size"]) for row in measurement["rows"] if row["claim"] == 5 and not row["lacking"]}
+    assert sizes == {
         (f"recurrent kernel, BV {block} for 8", f"{count} x 1 token") for block in (16, 32, 64) for count in TINY.requests
     }
 
@@ -806,7 +806,7 @@ def faults() -> dict[str, Any]:
 
     decoding = decode.decode_contest(here, 2)
     forms = {"right": right, "blocks left out": left_out, "another head": another_head}
-    asked = {"decode": dataclasses.replace(decoding, forms=forms)}
+    contests = {"decode": dataclasses.replace(decoding, forms=forms)}
 
     def over_both(x: Inputs) -> Tensors:
         q, k = x.x.chunk(2, 2)
@@ -814,10 +814,10 @@ def faults() -> dict[str, Any]:
         return both.chunk(2, -1)
 
     norming = kernels.norms_contest(here, repeated=False)
-    asked["norms"] = dataclasses.replace(norming, forms={"right": norming.forms["one norm"], "one norm over both": over_both})
+    contests["norms"] = dataclasses.replace(norming, forms={"right": norming.forms["one norm"], "one norm over both": over_both})
     found: dict[str, Any] = {
         name: {form: [finding.output for finding in findings] for form, findings in agreement(contest, CPU).findings.items()}
-        for name, contest in asked.items()
+        for name, contest in contests.items()
     }
     return {**found, "tuned": tuned()}
 

@@ -1,8 +1,11 @@
 """The command line: every situation has its exit code, bad usage is one line before any work, and stdout is results only."""
 
+import functools
+import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -74,105 +77,99 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+ON_GPU = f"law=oracle adapter={RIGHT} lengths=3 device=cuda"
 PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2"
 
 
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (("check",), ("check needs one adapter", "`gdn-verify list` shows them", "my_kernel.py:MyKernel")),
-        (("check", RIGHT, "--adapter", RIGHT), ("check needs one adapter",)),
-        (
-            ("check", "fla/chonk"),
-            ("unknown adapter 'fla/chonk' (did you mean fla/chunk?): `gdn-verify list` shows", "as my_kernel.py:MyKernel"),
-        ),
-        (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
-        (("check", "kernel.py"), ("adapter 'kernel.py': the class is missing, as in kernel.py:MyKernel",)),
-        (("soak", RIGHT, "kernel.py:"), ("adapter 'kernel.py:': the class is missing, as in kernel.py:MyKernel",)),
-        (("check", "zoo/LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
-        (("zoo", "LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
-        (("zoo", "--mutate", "fla/chonk"), ("did you mean fla/chunk?",)),
-        (("check", "a b.py:Kernel"), ("spaces",)),
-        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, packed, norm")),
-        (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
-        (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
-        (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
-        (("check", RIGHT, "--json", "/nowhere/out.jsonl"), ("--json", "'/nowhere/out.jsonl'", "No such file")),
-        (("check", RIGHT, "--profile", "fast"), ("--profile", "'fast'", "quick", "soak")),
-        (("check", RIGHT, "--seed", "-1"), ("--seed", "'-1'", "0..4294967295")),
-        (("check", RIGHT, "--seed", "x"), ("--seed", "'x'")),
-        (("check", RIGHT, "--workers", "0"), ("--workers", "'0'", "1..256")),
-        (("check", RIGHT, "--deadline", "nan"), ("--deadline", "'nan'", "over 0")),
-        (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
-        (("repeat", ""), ("law=",)),
-        (("repeat", "lengths=3"), ("must have law=",)),
-        (("repeat", "law=oracle", f"adapter={RIGHT}", "length=3"), ("'length'", "did you mean lengths?")),
-        (("repeat", "--json", "law=oracle", f"adapter={RIGHT}", "length=3", "--deadline", "9"), ("'length'", "mean lengths?")),
-        (("known", "law=oracle", "adapter=fla/chonk", "lengths=3", "--reason", "x"), ("did you mean fla/chunk?",)),
-        (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda",)),
-        (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
-        (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
-        (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
-        (("repeat", f"law=oracle adapter={RIGHT} length=3"), ("'length'", "did you mean lengths?")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 lengths=4"), ("lengths must come once",)),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths"), ("name=value", "'lengths'")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=-3"), ("lengths", "'-3'")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3+4"), ("packed=yes", "3+4")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=1048577"), ("at most 1048576", "1048577")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 key_dim=0"), ("key_dim must be in 1..1024, got 0",)),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 heads=2 value_heads=3"), ("value_heads", "multiple", "got 3")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 dtype=fp8"), ("fp32, bf16, fp16", "'fp8'")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 packed=maybe"), ("packed must be yes or no", "'maybe'")),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 seed={2**32}"), ("seed must be in 0..4294967295",)),
-        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 at=1"), ("takes no at", "at=1")),
-        (("repeat", f"law=cut adapter={RIGHT} lengths=3"), ("at must be in 1..2", "None")),
-        (("repeat", f"law=cut at=3 adapter={RIGHT} lengths=3"), ("at must be in 1..2", "got 3")),
-        (("repeat", f"law=cut at=x adapter={RIGHT} lengths=3"), ("at must be a whole number", "'x'")),
-        (("repeat", f"law=strides variant=spiral adapter={RIGHT} lengths=3"), ("variant", "sliced", "spiral")),
-        (("repeat", f"law=strides adapter={RIGHT} lengths=3"), ("variant", "sliced")),
-        (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
-        (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
-        (("repeat",), ("LINE",)),
-        (("reapeat", "x"), ("invalid choice", "did you mean repeat?")),
-        (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
-        (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
-        (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
-        (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
-        ((), ("list,check,draw,repeat",)),
-    ],
-)  # fmt: skip
-def test_bad_usage_is_refused_before_any_work(
-    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, words: tuple[str, ...], names: tuple[str, ...]
-) -> None:
-    result = run(capfd, *words)
-    assert result.code == exits.USAGE
-    assert result.out == ""
-    last = result.err.splitlines()[-1]
-    for name in names:
-        assert name in last, result.err
-    if not result.err.startswith("usage:"):
-        assert result.err.count("\n") == 1
-        assert result.err.startswith("gdn-verify: ")
-    assert list(tmp_path.iterdir()) == []
+BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("check",), ("check needs one adapter", "`gdn-verify list` shows them", "my_kernel.py:MyKernel")),
+    (("check", RIGHT, "--adapter", RIGHT), ("check needs one adapter",)),
+    (
+        ("check", "fla/chonk"),
+        ("unknown adapter 'fla/chonk' (did you mean fla/chunk?): `gdn-verify list` shows", "as my_kernel.py:MyKernel"),
+    ),
+    (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
+    (("check", "kernel.py"), ("adapter 'kernel.py': the class is missing, as in kernel.py:MyKernel",)),
+    (("soak", RIGHT, "kernel.py:"), ("adapter 'kernel.py:': the class is missing, as in kernel.py:MyKernel",)),
+    (("check", "zoo/LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
+    (("zoo", "LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
+    (("zoo", "--mutate", "fla/chonk"), ("did you mean fla/chunk?",)),
+    (("check", "a b.py:Kernel"), ("spaces",)),
+    (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, packed, norm")),
+    (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
+    (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
+    (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
+    (("check", RIGHT, "--json", "/nowhere/out.jsonl"), ("--json", "'/nowhere/out.jsonl'", "No such file")),
+    (("check", RIGHT, "--profile", "fast"), ("--profile", "'fast'", "quick", "soak")),
+    (("check", RIGHT, "--seed", "-1"), ("--seed", "'-1'", "0..4294967295")),
+    (("check", RIGHT, "--seed", "x"), ("--seed", "'x'")),
+    (("check", RIGHT, "--workers", "0"), ("--workers", "'0'", "1..256")),
+    (("check", RIGHT, "--deadline", "nan"), ("--deadline", "'nan'", "over 0")),
+    (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
+    (("repeat", ""), ("law=",)),
+    (("repeat", "lengths=3"), ("must have law=",)),
+    (("repeat", "law=oracle", f"adapter={RIGHT}", "length=3"), ("'length'", "did you mean lengths?")),
+    (("repeat", "--json", "law=oracle", f"adapter={RIGHT}", "length=3", "--deadline", "9"), ("'length'", "mean lengths?")),
+    (("known", "law=oracle", "adapter=fla/chonk", "lengths=3", "--reason", "x"), ("did you mean fla/chunk?",)),
+    (("launches", "law=oracle", f"adapter={RIGHT}", "lengths=3"), ("launches needs a line with device=cuda, got device=cpu",)),
+    (("launches", ON_GPU, "--beside", "sweep"), ("--beside must be a number or native, got sweep",)),
+    (("launches", ON_GPU, "--calls", "1"), ("--calls must be 2 or more without --beside, got 1",)),
+    (("launches", f"law=oracle adapter={RIGHT} device=cuda"), ("a case line must have lengths",)),
+    (("check", RIGHT, "--tune", "fastest"), ("tune must be native or a number that draws",)),
+    (("check", RIGHT, "--deny", "gone.jsonl"), ("--deny must name a file that can be read, got 'gone.jsonl'",)),
+    (("check", RIGHT, "--deny", __file__), ("line 1 of the deny-list",)),
+    (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
+    (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
+    (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
+    (("repeat", f"law=oracle adapter={RIGHT} length=3"), ("'length'", "did you mean lengths?")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 lengths=4"), ("lengths must come once",)),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths"), ("name=value", "'lengths'")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=-3"), ("lengths", "'-3'")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3+4"), ("packed=yes", "3+4")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=1048577"), ("at most 1048576", "1048577")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 key_dim=0"), ("key_dim must be in 1..1024, got 0",)),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 heads=2 value_heads=3"), ("value_heads", "multiple", "got 3")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 dtype=fp8"), ("fp32, bf16, fp16", "'fp8'")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 packed=maybe"), ("packed must be yes or no", "'maybe'")),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 seed={2**32}"), ("seed must be in 0..4294967295",)),
+    (("repeat", f"law=oracle adapter={RIGHT} lengths=3 at=1"), ("takes no at", "at=1")),
+    (("repeat", f"law=cut adapter={RIGHT} lengths=3"), ("at must be in 1..2", "None")),
+    (("repeat", f"law=cut at=3 adapter={RIGHT} lengths=3"), ("at must be in 1..2", "got 3")),
+    (("repeat", f"law=cut at=x adapter={RIGHT} lengths=3"), ("at must be a whole number", "'x'")),
+    (("repeat", f"law=strides variant=spiral adapter={RIGHT} lengths=3"), ("variant", "sliced", "spiral")),
+    (("repeat", f"law=strides adapter={RIGHT} lengths=3"), ("variant", "sliced")),
+    (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
+    (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
+    (("repeat",), ("LINE",)),
+    (("reapeat", "x"), ("invalid choice", "did you mean repeat?")),
+    (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
+    (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
+    (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
+    (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
+    ((), ("list,check,draw,repeat",)),
+]
 
 
 @pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (None, "adapter fla/chunk needs fla-core >= 0.4.0, which is not installed: pip install 'fla-core>=0.4.0'"),
-        ("0.3.99", "adapter fla/chunk needs fla-core >= 0.4.0, got 0.3.99: pip install 'fla-core>=0.4.0'"),
-        ("main", "adapter fla/chunk needs fla-core >= 0.4.0, got main: pip install 'fla-core>=0.4.0'"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["check", "repeat"])
-def test_missing_or_old_fla_says_what_to_install(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, version: str | None, message: str
-) -> None:
-    monkeypatch.setattr(adapter, "installed", lambda name: version if name == "fla-core" else "99.0")
-    got = run(capfd, verb, "fla/chunk" if verb == "check" else "law=oracle adapter=fla/chunk lengths=3")
-    assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {message}\n")
+def test_bad_usage_is_refused_before_any_work(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    for words, names in BAD_USAGE:
+        result = run(capfd, *words)
+        assert (result.code, result.out) == (exits.USAGE, ""), words
+        last = result.err.splitlines()[-1]
+        assert [name for name in names if name not in last] == [], result.err
+        assert result.err.startswith("usage:") or re.fullmatch("gdn-verify: .*\n", result.err), result.err
+        assert list(tmp_path.iterdir()) == [], words
+
+
+@pytest.mark.usefixtures("no_work")
+def test_missing_or_old_fla_says_what_to_install(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = ("check", "fla/chunk"), ("repeat", "law=oracle adapter=fla/chunk lengths=3")
+    found = ((None, "which is not installed"), ("0.3.99", "got 0.3.99"), ("main", "got main"))
+    for words, (version, why) in itertools.product(commands, found):
+        monkeypatch.setattr(adapter, "installed", {"fla-core": version, "torch": "99.0", "triton": "99.0"}.get)
+        got = run(capfd, *words)
+        message = f"adapter fla/chunk needs fla-core >= 0.4.0, {why}: pip install 'fla-core>=0.4.0'"
+        assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {message}\n"), (words, version)
 
 
 @pytest.fixture
@@ -203,12 +200,12 @@ def test_list_says_what_this_host_lacks(
     assert result.code == (exits.HOLDS if have is None else exits.USAGE)
 
 
-@pytest.mark.parametrize("verb", ["check", "soak", "repeat"])
-def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str], verb: str) -> None:
-    result = run(capfd, verb, "--help")
-    assert result.code == 0
+def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
     codes = ["0    every law holds", "1    a law is broken", "2    bad usage", "3    undecided, or nothing was compared"]
-    assert [line.strip() for line in result.out.splitlines()[-5:-1]] == codes
+    for verb in ["check", "soak", "repeat"]:
+        result = run(capfd, verb, "--help")
+        assert result.code == 0, verb
+        assert [line.strip() for line in result.out.splitlines()[-5:-1]] == codes, verb
 
 
 @pytest.mark.slow
@@ -262,13 +259,13 @@ def test_a_report_that_cannot_be_written_is_no_success(
 
 def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 16))
-    asked = []
+    lines = []
     for words in ((), ("--climb",)):
         worker = Answering()
         monkeypatch.setattr(check_command, "workers_of", lambda *_, worker=worker: [worker])
         assert run(capfd, "check", RIGHT, "--law", "strides", *words).code == exits.HOLDS
-        asked.append(worker.asked)
-    plain, climbing = asked
+        lines.append(worker.asked)
+    plain, climbing = lines
     assert len(plain) == len(climbing) == 16
     assert plain != climbing
 
@@ -302,14 +299,6 @@ def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path, capfd: pytest.Captur
     lines = [strict(line) for line in file.read_text().splitlines()]
     assert {data["law"] for data in lines} == {"pure", "recall"}
     assert all(f'repeat "{data["run"]}"' in done.out for data in lines)
-
-
-@pytest.mark.slow
-def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]) -> None:
-    result = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
-    assert result.code == exits.BROKEN
-    assert {data["law"]: data["verdict"] for data in map(strict, result.out.splitlines())} == {"pure": "broken", "recall": "broken"}
-    assert "BROKEN   pure" in result.err
 
 
 @pytest.mark.slow
@@ -391,7 +380,7 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     assert "findings are in" not in result.out
 
 
-def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+def test_run_of_a_killed_check_is_printed_by_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (tmp_path / ".gdn-verify").mkdir()
@@ -526,32 +515,24 @@ def test_ranks_of_torchrun_end_with_the_command(
     assert gone(rest, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("words", "gpus", "backend"),
-    [
+def test_ranks_have_a_gpu_each_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, gpus, backend in (
         ((), 0, "gloo"),
         ((), 1, "gloo"),
         ((), 2, "nccl"),
         (("--device", "cpu"), 2, "gloo"),
         (("--device", "cuda"), 2, "nccl"),
         (("--backend", "gloo"), 2, "gloo"),
-    ],
-)
-def test_ranks_have_a_gpu_each_or_none(words: tuple[str, ...], gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.devices, "gpus", lambda: gpus)
-    options = cli.parser().parse_args(["check", "gdn/layer", "--ranks", "2", *words])
-    assert hosts.backend_of(options, 2, options.device) == backend
-
-
-@pytest.mark.parametrize(("gpus", "message"), [(0, "torch sees none"), (1, "torch sees 1")])
-def test_ranks_on_gpus_that_are_not_there_are_one_line(
-    gpus: int, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hosts.devices, "gpus", lambda: gpus)
-    for words in (
-        ("check", "gdn/layer", "--ranks", "2", "--device", "cuda"),
-        ("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2"),
     ):
+        monkeypatch.setattr(hosts.devices, "gpus", functools.partial(int, gpus))
+        options = cli.parser().parse_args(["check", "gdn/layer", "--ranks", "2", *words])
+        assert hosts.backend_of(options, 2, options.device) == backend, (words, gpus)
+
+
+def test_ranks_on_gpus_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    on_gpus = ("check", "gdn/layer", "--ranks", "2", "--device", "cuda"), ("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2")
+    for words, (gpus, message) in itertools.product(on_gpus, ((0, "torch sees none"), (1, "torch sees 1"))):
+        monkeypatch.setattr(hosts.devices, "gpus", functools.partial(int, gpus))
         done = run(capfd, *words)
         assert (done.code, done.out) == (exits.UNDECIDED, "")
         assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {message}\n"

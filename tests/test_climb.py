@@ -67,7 +67,7 @@ def greatest(seed: int, tmp_path: pathlib.Path, *, climbs: bool, ratio: Callable
     with Check(Settings(RIGHT, ["oracle"], Profile("some", 30), seed, climbs=climbs), [worker], Store(tmp_path)) as check:
         (report,) = check.run()
     assert (report.verdict, len(worker.asked), sum(report.counts.values())) == (Verdict.HOLDS, 120, 120)
-    assert len(set(worker.asked)) == 120, "no case is asked twice"
+    assert len(set(worker.asked)) == 120, "no case is run twice"
     return report.ratios["o"]
 
 
@@ -86,7 +86,7 @@ def test_a_climb_comes_nearer_to_the_bound_than_as_many_drawn_cases(plain: list[
 
 
 @pytest.mark.slow
-def test_a_climb_that_is_told_nothing_comes_no_nearer(plain: list[float], tmp_path: pathlib.Path) -> None:
+def test_a_climb_without_scores_comes_no_nearer(plain: list[float], tmp_path: pathlib.Path) -> None:
     """What a climb without its target comes to: the test above would see it."""
     blind = []
     for seed in SEEDS:
@@ -184,11 +184,11 @@ def test_a_climb_stays_with_the_compiled_kernels_if_it_must() -> None:
     assert not way(same_key=False) <= keys, "without it other kernels are needed"
 
 
-def test_a_climb_ends_when_it_is_told_so() -> None:
+def test_a_climb_ends_at_a_score_of_none() -> None:
     law, known = LAWS["oracle"], {example: corner(example) for example in drawn(LAWS["oracle"], 1, 16)}
-    asked = itertools.count(1)
-    climb(law, DOMAIN, known, 3, 40, lambda example: None if next(asked) == 5 else 0.1)
-    assert next(asked) == 6
+    calls = itertools.count(1)
+    climb(law, DOMAIN, known, 3, 40, lambda example: None if next(calls) == 5 else 0.1)
+    assert next(calls) == 6
 
 
 def test_an_error_while_a_case_is_run_is_the_callers_and_is_not_shrunk() -> None:
@@ -205,7 +205,7 @@ def test_an_error_while_a_case_is_run_is_the_callers_and_is_not_shrunk() -> None
 
 
 def test_from_nothing_no_climb_begins_and_from_one_case_its_numbers_change() -> None:
-    climb(LAWS["oracle"], DOMAIN, {}, 0, 9, lambda example: pytest.fail("nothing may be asked"))
+    climb(LAWS["oracle"], DOMAIN, {}, 0, 9, lambda example: pytest.fail("nothing may be scored"))
     (one,) = drawn(LAWS["oracle"], 1, 1)
     met: list[Example] = []
     climb(LAWS["oracle"], DOMAIN, {one: 0.5}, 0, 9, lambda example: (met.append(example), 0.5)[1])
@@ -225,10 +225,12 @@ def test_half_of_a_climbing_check_is_drawn_and_all_of_a_law_to_the_bit(tmp_path:
     worker = Answering(lambda run: corner(run.example))
     with Check(Settings(RIGHT, ["cut", "pure"], Profile("some", 40), 3, climbs=True), [worker], Store(tmp_path)) as check:
         check.run()
-    asked = {law: [Run.parse(line).example for line in worker.asked if line.startswith(f"law={law} ")] for law in ("cut", "pure")}
-    assert asked["cut"][:20] == drawn(LAWS["cut"], 3, 20)
-    assert len(asked["cut"]) == 40
-    assert asked["pure"] == drawn(LAWS["pure"], 3, 40)
+    examples = {
+        law: [Run.parse(line).example for line in worker.asked if line.startswith(f"law={law} ")] for law in ("cut", "pure")
+    }
+    assert examples["cut"][:20] == drawn(LAWS["cut"], 3, 20)
+    assert len(examples["cut"]) == 40
+    assert examples["pure"] == drawn(LAWS["pure"], 3, 40)
 
 
 def test_a_stage_has_room_for_a_climb() -> None:

@@ -1,5 +1,7 @@
 """Collectives are what they say on every kind of rank, their backward is their transpose, and no rank waits for ever."""
 
+import functools
+import itertools
 import pathlib
 import socket
 import sys
@@ -87,12 +89,10 @@ def test_half_precision_sums_round_once() -> None:
         assert torch.equal(total, torch.tensor([260.0, 4.0], dtype=torch.bfloat16))  # one by one, 256 + 1 stays 256
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_are_the_rank_s_own_memory(kind: str) -> None:
+def test_results_are_the_rank_s_own_memory() -> None:
     xs = [tagged(number, (4, 2)) for number in range(2)]
-    want = definition(kind, xs)
 
-    def work(comm: Comm) -> Tensor:
+    def work(kind: str, comm: Comm) -> Tensor:
         result: Tensor = getattr(comm, kind)(xs[comm.rank])
         version = result._version
         if comm.rank == 1:  # after rank 0 has taken its version
@@ -101,11 +101,12 @@ def test_results_are_the_rank_s_own_memory(kind: str) -> None:
         assert comm.rank == 1 or result._version == version
         return result
 
-    assert torch.equal(on("cp", work, 1, 2)[0], want[0])
-    assert all(torch.equal(x, tagged(number, (4, 2))) for number, x in enumerate(xs))
-    alone = tagged(0, (4, 2))
-    getattr(Alone(), kind)(alone).zero_()
-    assert torch.equal(alone, tagged(0, (4, 2)))
+    for kind in KINDS:
+        assert torch.equal(on("cp", functools.partial(work, kind), 1, 2)[0], definition(kind, xs)[0]), kind
+        assert all(torch.equal(x, tagged(number, (4, 2))) for number, x in enumerate(xs)), kind
+        alone = tagged(0, (4, 2))
+        getattr(Alone(), kind)(alone).zero_()
+        assert torch.equal(alone, tagged(0, (4, 2))), kind
 
 
 def test_traffic_counts_calls_and_what_leaves_the_rank() -> None:
@@ -184,23 +185,21 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_function_and_its_gradient_are_the_collectives(name: str, size: int) -> None:
-    xs = [tagged(number, (2 * size, 2)) for number in range(size)]
-    wants = definition(FORWARD[name], xs) if FORWARD[name] else xs
-    cotangents = [tagged(number + 7, tuple(want.shape)) for number, want in enumerate(wants)]
-    gradients = definition(BACKWARD[name], cotangents) if BACKWARD[name] else cotangents
-
-    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+def test_functions_and_their_gradients_are_the_collectives() -> None:
+    def work(name: str, xs: list[Tensor], cotangents: list[Tensor], comm: Comm) -> tuple[Tensor, Tensor]:
         x = xs[comm.rank].clone().requires_grad_()
         y = FUNCTIONS[name](comm, x)
         (gradient,) = torch.autograd.grad(y, x, cotangents[comm.rank])
         return y.detach(), gradient
 
-    for number, (got, gradient) in enumerate(on("cp", work, 1, size)):
-        assert torch.equal(got, wants[number])
-        assert torch.equal(gradient, gradients[number])
+    for name, size in itertools.product(FUNCTIONS, (1, 2, 3)):
+        xs = [tagged(number, (2 * size, 2)) for number in range(size)]
+        wants = definition(FORWARD[name], xs) if FORWARD[name] else xs
+        cotangents = [tagged(number + 7, tuple(want.shape)) for number, want in enumerate(wants)]
+        gradients = definition(BACKWARD[name], cotangents) if BACKWARD[name] else cotangents
+        for number, (got, gradient) in enumerate(on("cp", functools.partial(work, name, xs, cotangents), 1, size)):
+            assert torch.equal(got, wants[number]), (name, size)
+            assert torch.equal(gradient, gradients[number]), (name, size)
 
 
 @pytest.mark.parametrize(("there", "back"), [("exchange", "exchange"), ("gather_from", "scatter_to")])
@@ -227,7 +226,7 @@ def test_grad_mode_is_the_caller_s() -> None:
 # Ranks that do not come
 
 
-def test_who_waits_for_a_rank_that_raised_is_told_at_once() -> None:
+def test_ranks_that_wait_for_one_that_raised_fail_at_once() -> None:
     def work(place: Place) -> Tensor:
         if place.cp.rank == 1:
             raise KeyError("lost")
@@ -280,7 +279,7 @@ DIFFERENT: dict[str, tuple[Callable[[Comm], object], str]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_call_different_things_are_told_who_called_what(what: str) -> None:
+def test_ranks_that_call_different_things_fail_with_the_name_of_each_call(what: str) -> None:
     work, fragment = DIFFERENT[what]
     for error in simulate(1, 2, lambda place: work(place.cp)):
         assert isinstance(error, Mismatch)
@@ -296,7 +295,7 @@ def test_a_rank_that_returns_while_another_waits_is_a_mismatch(first: int) -> No
     assert str(results[1 - first]) == f"rank {first} returned where rank {1 - first} called all_gather(float32 [1]) over cp"
 
 
-def test_ranks_that_wait_for_each_other_are_told() -> None:
+def test_ranks_that_wait_for_each_other_fail() -> None:
     """0 waits for 2 over tp, 2 for 3 over cp, 3 for 1 over tp, 1 for 0 over cp."""
 
     def work(place: Place) -> None:
@@ -313,9 +312,9 @@ def test_a_rank_may_catch_and_go_on() -> None:
             raise KeyError
         with pytest.raises(Abandoned):
             place.cp.all_reduce(torch.zeros(1))
-        return "told"
+        return "done"
 
-    assert simulate(1, 3, work)[1:] == ["told", "told"]
+    assert simulate(1, 3, work)[1:] == ["done", "done"]
 
 
 def test_turns_are_repeatable_and_no_thread_is_left() -> None:

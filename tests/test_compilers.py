@@ -12,15 +12,15 @@ from verify.process.worker import Worker
 
 
 class Gated(Worker):
-    """A worker that remembers what it was asked, and answers when it is let go."""
+    """A worker that remembers its questions, and answers when it is let go."""
 
-    def __init__(self, asked: list[str]) -> None:
+    def __init__(self, lines: list[str]) -> None:
         super().__init__()
-        self.asked, self.begun, self.go = asked, threading.Semaphore(0), threading.Semaphore(0)
+        self.lines, self.begun, self.go = lines, threading.Semaphore(0), threading.Semaphore(0)
         self.last = ""
 
     def ask(self, question: Any, deadline_s: float | None = None) -> dict[str, Any]:
-        self.asked.append(question.line)
+        self.lines.append(question.line)
         self.last = question.line
         self.begun.release()
         assert self.go.acquire(timeout=60)
@@ -35,8 +35,8 @@ def prepared(compilers: Compilers, family: str, line: str) -> Compilation:
 
 def asked_after(change: Callable[[dict[str, Compilation]], None]) -> list[str]:
     """The order in which one process compiles a1, a2 and b1, if `change` comes while it compiles a0."""
-    asked = list[str]()
-    worker = Gated(asked)
+    lines = list[str]()
+    worker = Gated(lines)
     compilers = Compilers([worker], None)
     compilations = {line: prepared(compilers, line[0], line) for line in ("a0",)}
     assert worker.begun.acquire(timeout=60)
@@ -47,7 +47,7 @@ def asked_after(change: Callable[[dict[str, Compilation]], None]) -> list[str]:
     for compilation in compilations.values():
         compilation.wait()
     compilers.close()
-    return asked[1:]
+    return lines[1:]
 
 
 def later(compilations: dict[str, Compilation]) -> None:
@@ -75,8 +75,8 @@ def test_what_is_waited_for_comes_first_then_what_laws_need_that_have_begun(
 
 
 def test_a_process_takes_a_family_that_no_other_process_compiles() -> None:
-    asked = list[str]()
-    workers = [Gated(asked), Gated(asked)]
+    lines = list[str]()
+    workers = [Gated(lines), Gated(lines)]
     compilers = Compilers(workers, None)
     compilations = [prepared(compilers, line[0], line) for line in ("a0", "c0")]
     for worker in workers:
@@ -102,4 +102,4 @@ def test_whoever_waits_goes_on_when_the_processes_end() -> None:
     pending.wait()
     worker.go.release()
     begun.wait()
-    assert worker.asked == ["a0"]
+    assert worker.lines == ["a0"]

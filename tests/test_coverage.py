@@ -24,34 +24,31 @@ def test_cases_are_counted_by_word() -> None:
     assert coverage.counted([]) == {}
 
 
-@pytest.mark.parametrize(
-    ("domain", "gaps", "none"),
-    [
+def test_what_the_domain_allows_and_no_case_had_is_missed() -> None:
+    for domain, gaps, none in [
         (Domain(), {"gate=saturated", "dtype=fp16", "state=zero", "beta=two"}, {"in_kernel=both", "gate=64", "values=one_hot"}),
         (Domain(dtypes=("bf16", "fp32"), negative_eigenvalues=False), {"gate=saturated"}, {"dtype=fp16", "beta=two"}),
         (Domain(initial_state=False), {"gate=saturated"}, {"state=zero"}),
         (Domain(in_kernel=("none", "both")), {"in_kernel=both"}, {"in_kernel=gate"}),
-    ],
-)
-def test_what_the_domain_allows_and_no_case_had_is_missed(domain: Domain, gaps: set[str], none: set[str]) -> None:
-    got = set(coverage.missed(coverage.counted(CASES), domain, CASES))
-    assert got >= gaps
-    assert not got & none
+    ]:
+        got = set(coverage.missed(coverage.counted(CASES), domain, CASES))
+        assert got >= gaps, domain
+        assert not got & none, domain
 
 
 def test_lines_say_so() -> None:
     seen = coverage.counted(CASES)
-    told = "\n".join(coverage.lines(seen, ["gate=saturated"]))
-    assert "dtype: bf16 " in told
-    assert "never drawn, although the domain allows it: gate=saturated" in told
+    text = "\n".join(coverage.lines(seen, ["gate=saturated"]))
+    assert "dtype: bf16 " in text
+    assert "never drawn, although the domain allows it: gate=saturated" in text
     assert "every value that the domain allows was drawn" in "\n".join(coverage.lines(seen, []))
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=[book.name for book in BOOKS])
-def test_every_kind_of_case_is_counted(book: object) -> None:
-    assert BOOKS_OF_BUILT_IN.get(book.name) or book.name == "calls"  # type: ignore[attr-defined] - no call is built in
-    assert book.case.REGIMES  # type: ignore[attr-defined]
-    assert book.case.CHOICES  # type: ignore[attr-defined]
+def test_every_kind_of_case_is_counted() -> None:
+    for book in BOOKS:
+        assert BOOKS_OF_BUILT_IN.get(book.name) or book.name == "calls", book  # type: ignore[attr-defined] - no call is built in
+        assert book.case.REGIMES, book  # type: ignore[attr-defined]
+        assert book.case.CHOICES, book  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

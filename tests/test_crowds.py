@@ -28,12 +28,12 @@ def drawn(domain: Domain, count: int) -> list[Case]:
     return [example.case for example in examples]
 
 
-@pytest.mark.parametrize("count", [20, 128])
-def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place(count: int) -> None:
-    cases = drawn(SIZED, count)
-    assert cases.count(crowd(SIZED)) == 1
-    assert cases[min(places(count, SIZED.drawing.long)) + 1] == crowd(SIZED)
-    assert len(cases) == count
+def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> None:
+    for count in [20, 128]:
+        cases = drawn(SIZED, count)
+        assert cases.count(crowd(SIZED)) == 1, count
+        assert cases[min(places(count, SIZED.drawing.long)) + 1] == crowd(SIZED), count
+        assert len(cases) == count, count
 
 
 def test_the_batch_is_as_small_as_the_domain_allows() -> None:
@@ -47,18 +47,15 @@ def test_the_batch_is_as_small_as_the_domain_allows() -> None:
     assert SIZED.outside(case) is None
 
 
-@pytest.mark.parametrize(
-    "without",
-    [
+def test_what_a_domain_excludes_is_not_drawn() -> None:
+    for without in [
         {"drawing": Drawing(long=0)},
         {"drawing": dataclasses.replace(SIZED.drawing, reach=4)},
         {"batched": False},
         {"batch_heads": 65_535},
         {"key_dims": (128, 128)},
-    ],
-)
-def test_what_a_domain_excludes_is_not_drawn(without: dict[str, object]) -> None:
-    assert crowd(dataclasses.replace(SIZED, **without)) is None  # type: ignore[arg-type]
+    ]:
+        assert crowd(dataclasses.replace(SIZED, **without)) is None, without  # type: ignore[arg-type]
 
 
 def test_in_kernel_gates_alone_and_each_operation_have_such_a_batch() -> None:
@@ -85,9 +82,9 @@ def test_more_heads_than_a_domain_promises_are_outside() -> None:
         Domain(batch_heads=12)
 
 
-@pytest.mark.parametrize("name", ["fla/chunk", "fla/chunk_16", "fla/chunk_v_first", "fla/chunk_kda", "fla/chunk_delta_rule"])
-def test_chunk_kernels_have_a_limit(name: str) -> None:
-    assert loader.load(name).domain.batch_heads == 65_535
+def test_chunk_kernels_have_a_limit() -> None:
+    for name in ["fla/chunk", "fla/chunk_16", "fla/chunk_v_first", "fla/chunk_kda", "fla/chunk_delta_rule"]:
+        assert loader.load(name).domain.batch_heads == 65_535, name
 
 
 @pytest.mark.interpreted
@@ -107,8 +104,8 @@ def test_a_grid_that_cuda_does_not_launch_is_found_and_the_same_kernel_along_ano
     case = crowd(SIZED)
     with Worker(300.0) as worker:
 
-        def ask(place: pathlib.Path, asked: Case) -> Outcome:
-            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:MyKernel {asked}")))
+        def ask(place: pathlib.Path, case: Case) -> Outcome:
+            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:MyKernel {case}")))
 
         assert case is not None
         assert ask(EXAMPLE, case).verdict is Verdict.HOLDS

@@ -1,4 +1,4 @@
-"""What an adapter says of itself decides what rounding explains; who forgets to say it is told what would explain it."""
+"""What an adapter says of itself decides what rounding explains; a report says what would explain an error if it were declared."""
 
 import dataclasses
 import pathlib
@@ -49,7 +49,7 @@ def test_decays_that_are_folded_into_operands_explain_a_gates_gradient(worker: W
 
 
 @pytest.mark.slow
-def test_who_does_not_say_so_is_told(worker: Worker, tmp_path: object) -> None:
+def test_a_missing_declaration_is_reported(worker: Worker, tmp_path: object) -> None:
     store = Store(str(tmp_path))
     assert would_hold(described(), [line_of("Unsaid")], worker, store) == ["folds = True"]
     assert would_hold(described(), [line_of("LosesAGradient")], worker, store) == []
@@ -78,9 +78,10 @@ FOLDS, ANY, STORES, CHUNKWISE = {"folds": True}, {"chunk": None}, {"stores": Tru
 PRODUCTS = {"rounds_products": True}
 
 
-@pytest.mark.parametrize(
-    ("of", "device", "ways"),
-    [
+def test_each_thing_that_it_might_say_is_tried_on_every_run(tmp_path: object) -> None:
+    """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
+    store = Store(str(tmp_path))
+    for of, device, ways in [
         (described(), "cpu", [FOLDS, ANY]),
         (described(), "cuda", [FOLDS, ANY, "tf32"]),
         (described(products="tf32"), "cuda", [FOLDS, ANY]),
@@ -90,32 +91,26 @@ PRODUCTS = {"rounds_products": True}
         (described("pointwise"), "cuda", []),
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain(backward=False)), "cpu", [PRODUCTS]),
         (dataclasses.replace(described("pointwise"), domain=ModuleDomain()), "cpu", []),
-    ],
-)
-def test_each_thing_that_it_might_say_is_tried_on_every_run(
-    of: Described, device: str, ways: list[object], tmp_path: object
-) -> None:
-    """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
-    store = Store(str(tmp_path))
-    runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
-    worker = Declaring(*ways)
-    assert len(would_hold(of, runs, worker, store)) == len(ways)  # type: ignore[arg-type]
-    assert worker.declarations == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0)
-    assert would_hold(of, runs, Declaring(*ways, "ieee"), store) == []  # type: ignore[arg-type]
-    assert len(would_hold(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1])  # type: ignore[arg-type]
-    assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
+    ]:
+        runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
+        worker = Declaring(*ways)
+        assert len(would_hold(of, runs, worker, store)) == len(ways), of  # type: ignore[arg-type]
+        assert worker.declarations == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0), of
+        assert would_hold(of, runs, Declaring(*ways, "ieee"), store) == [], of  # type: ignore[arg-type]
+        assert len(would_hold(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1]), of  # type: ignore[arg-type]
+        assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == [], of  # type: ignore[arg-type]
 
 
 LONG = [{"chunk": chunk} for chunk in (256, 512, 1024)]
 
 
-@pytest.mark.parametrize(("tokens", "ways"), [(128, [FOLDS, ANY]), (129, [FOLDS, ANY, *LONG])])
-def test_long_chunks_are_tried_where_a_sequence_can_show_them(tokens: int, ways: list[object], tmp_path: object) -> None:
-    run = Run.parse(str(line_of("Unsaid")).replace("lengths=20", f"lengths={tokens}"))
-    worker = Declaring(*LONG)
-    told = [f"chunk = {chunk}" for chunk in (256, 512, 1024)] if LONG[0] in ways else []
-    assert would_hold(described(), [run], worker, Store(str(tmp_path))) == told  # type: ignore[arg-type]
-    assert worker.declarations == ways + ["ieee"] * (2 if told else 0)
+def test_long_chunks_are_tried_where_a_sequence_can_show_them(tmp_path: object) -> None:
+    for tokens, ways in [(128, [FOLDS, ANY]), (129, [FOLDS, ANY, *LONG])]:
+        run = Run.parse(str(line_of("Unsaid")).replace("lengths=20", f"lengths={tokens}"))
+        worker = Declaring(*LONG)
+        declarations = [f"chunk = {chunk}" for chunk in (256, 512, 1024)] if LONG[0] in ways else []
+        assert would_hold(described(), [run], worker, Store(str(tmp_path))) == declarations, tokens  # type: ignore[arg-type]
+        assert worker.declarations == ways + ["ieee"] * (2 if declarations else 0), tokens
 
 
 def test_what_leaves_another_case_of_the_law_broken_excuses_nothing(tmp_path: object) -> None:
@@ -140,7 +135,7 @@ NORMED = "lengths=9 key_dim=8 value_dim=8 values=small qk_norm=yes seed=3"
 
 
 @pytest.mark.parametrize(
-    ("kind", "domain", "told"),
+    ("kind", "domain", "declarations"),
     [
         ("TinyEps", Domain(), [f"{TINY} in its domain"]),
         ("LargeEps", Domain(), ["qk_norm_eps = ('1e-5',) in its domain"]),
@@ -157,8 +152,8 @@ NORMED = "lengths=9 key_dim=8 value_dim=8 values=small qk_norm=yes seed=3"
     ],
 )
 @pytest.mark.slow_after_first
-def test_another_norm_is_told_and_no_other_one(
-    kind: str, domain: Domain, told: list[str], worker: Worker, tmp_path: pathlib.Path
+def test_another_norm_is_reported_and_no_other_one(
+    kind: str, domain: Domain, declarations: list[str], worker: Worker, tmp_path: pathlib.Path
 ) -> None:
     kernel = tmp_path / "unsaid.py"
     kernel.write_text(
@@ -171,7 +166,7 @@ def test_another_norm_is_told_and_no_other_one(
     run = Run.parse(f"law=oracle adapter={kernel}:Unsaid {NORMED} qk_norm_eps={eps} qk_norm_form={form}")
     says = dataclasses.replace(described(adapter.algorithm), domain=domain)
     assert worker.ask(RunOne(str(run)))["verdict"] == "broken"
-    assert would_hold(says, [run], worker, Store(str(tmp_path))) == told
+    assert would_hold(says, [run], worker, Store(str(tmp_path))) == declarations
 
 
 def test_norms_that_the_domain_lacks_are_tried_on_every_run_with_a_norm(tmp_path: pathlib.Path) -> None:
@@ -208,15 +203,15 @@ def test_a_norm_that_long_rows_cannot_tell_is_tried_on_nearly_zero_rows(tmp_path
             self.ratio = lambda run: 0.5 if form == "max" and (not near or question.declared["qk_norm_eps"] == "1e-12") else 2.0
             return super().ask(question)
 
-    told = would_hold(dataclasses.replace(described(), domain=Domain()), [run], Judging(), Store(str(tmp_path)))  # type: ignore[arg-type]
-    assert told == [f"{TINY} and {LEAST} in its domain"]
+    declarations = would_hold(dataclasses.replace(described(), domain=Domain()), [run], Judging(), Store(str(tmp_path)))  # type: ignore[arg-type]
+    assert declarations == [f"{TINY} and {LEAST} in its domain"]
     near = [line for line in lines if "values=small" in line]
     assert len(near) == 3
     assert all("qk_norm_form=max" in line and "backward=no" in line for line in near)
 
 
 class ReadsItsChunk(Chunkwise):
-    """Its values are half as large again in chunks of 16, which it is told by what it says of itself."""
+    """Its values are half as large again in chunks of 16, which it learns from its own declaration."""
 
     chunk = 16
 
@@ -264,5 +259,5 @@ def test_the_report_says_what_would_hold() -> None:
     broken = LawReport("oracle", "my.py:Kernel", Verdict.BROKEN, run="law=oracle", findings=[Finding("dg", FailureKind.OFF, OFF)])
     assert "would hold" not in text.failure(broken)
     broken.otherwise = ["folds = True", "chunk = None"]
-    told = "  would hold   if the adapter declared folds = True; or chunk = None; only its author knows whether that is true"
-    assert told in text.failure(broken).splitlines()
+    sentence = "  would hold   if the adapter declared folds = True; or chunk = None; only its author knows whether that is true"
+    assert sentence in text.failure(broken).splitlines()

@@ -25,6 +25,7 @@ from oracles.rule.gated_delta import GATED_DELTA_RULE, definition
 from oracles.tolerance import evaluation
 from oracles.tolerance.bound import Bound, bounds, truth
 from tests import judging, wrong_backward
+from tests.faults import not_refused
 from tests.judging import Results, gradcheck, relative, remainders, taylor_order
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -247,15 +248,14 @@ def rows_of(inputs: Inputs, which: list[bool]) -> Tensor:
     return torch.tensor(which, dtype=torch.bool).repeat_interleave(lengths).reshape(inputs.q.shape[:2])
 
 
-@pytest.mark.parametrize("call", [TELLING, VLLM], ids=["padding -1", "padding 0"])
-@pytest.mark.slow_after_first
-def test_wrong_reading_is_not_the_definition(call: Call) -> None:
-    inputs, directions = call.inputs(), call.cotangents()
-    got = truth(DECODE, inputs, directions)
-    assert over(got, evaluate(define, inputs, directions)) == {}
-    for wrong, read in WRONG.items():
-        errors = relative(got, evaluate(functools.partial(define, read=read), inputs, directions))
-        assert max(errors["o"], errors["pool"]) > 0.1, wrong
+def test_wrong_reading_is_not_the_definition() -> None:
+    for call in [TELLING, VLLM]:
+        inputs, directions = call.inputs(), call.cotangents()
+        got = truth(DECODE, inputs, directions)
+        assert over(got, evaluate(define, inputs, directions)) == {}, call
+        for wrong, read in WRONG.items():
+            errors = relative(got, evaluate(functools.partial(define, read=read), inputs, directions))
+            assert max(errors["o"], errors["pool"]) > 0.1, wrong
 
 
 def test_slot_of_padding_is_what_the_call_says() -> None:
@@ -267,22 +267,22 @@ def test_slot_of_padding_is_what_the_call_says() -> None:
     assert torch.equal(padded["pool"][0], VLLM.inputs().pool[0])
 
 
-@pytest.mark.parametrize("call", [TELLING, VLLM, dataclasses.replace(TELLING, slots=(-1,) * 5)], ids=["-1", "0", "all padding"])
-def test_slots_that_no_request_names_keep_every_bit(call: Call) -> None:
-    inputs, directions = call.inputs(torch.float32), call.cotangents(torch.float32)
-    free = [slot for slot in range(call.pool) if slot not in call.slots or slot == call.padding]
-    hostile = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 2.0**-149, 2.0**127])
-    inputs.pool[free] = hostile.repeat(inputs.pool[0].numel())[: inputs.pool[0].numel()].reshape(inputs.pool[0].shape)
-    got = truth(DECODE, inputs, directions)
-    free_states = inputs.pool.double()[free]
-    assert len(free) >= 2
-    assert torch.equal(got["pool"][free].view(torch.int64), free_states.view(torch.int64))
-    assert torch.equal(got["dpool"][free], directions["pool"].double()[free]), "its gradient is what comes from the pool after"
-    runs = evaluation.evaluate(DECODE, inputs, directions, Arithmetic.of("recurrent", "fp32", runs=3))
-    for run in (0, 1, 2):
-        assert torch.equal(runs["pool"][run, free].view(torch.int64), free_states.view(torch.int64))
-    turned = define(inputs.replaced(**{name: inputs[name].double() for name in TENSORS}), WRONG["writes padding into slot 0"])
-    assert not torch.equal(turned["pool"][free].view(torch.int64), free_states.view(torch.int64))
+def test_slots_that_no_request_names_keep_every_bit() -> None:
+    for call in [TELLING, VLLM, dataclasses.replace(TELLING, slots=(-1,) * 5)]:
+        inputs, directions = call.inputs(torch.float32), call.cotangents(torch.float32)
+        free = [slot for slot in range(call.pool) if slot not in call.slots or slot == call.padding]
+        hostile = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 2.0**-149, 2.0**127])
+        inputs.pool[free] = hostile.repeat(inputs.pool[0].numel())[: inputs.pool[0].numel()].reshape(inputs.pool[0].shape)
+        got = truth(DECODE, inputs, directions)
+        free_states = inputs.pool.double()[free]
+        assert len(free) >= 2, call
+        assert torch.equal(got["pool"][free].view(torch.int64), free_states.view(torch.int64)), call
+        assert torch.equal(got["dpool"][free], directions["pool"].double()[free]), "its gradient is what comes from the pool after"
+        runs = evaluation.evaluate(DECODE, inputs, directions, Arithmetic.of("recurrent", "fp32", runs=3))
+        for run in (0, 1, 2):
+            assert torch.equal(runs["pool"][run, free].view(torch.int64), free_states.view(torch.int64)), call
+        turned = define(inputs.replaced(**{name: inputs[name].double() for name in TENSORS}), WRONG["writes padding into slot 0"])
+        assert not torch.equal(turned["pool"][free].view(torch.int64), free_states.view(torch.int64)), call
 
 
 def by_product(x: Inputs) -> Results:
@@ -400,13 +400,13 @@ def test_drafts_one_after_another_are_prefill_of_all_their_tokens(
     assert over(drafted(inputs, directions, drafts), prefilled(inputs, directions)) == {}
 
 
-@pytest.mark.parametrize(("dropped", "shown"), [("forward", {"o", "pool"}), ("back", {"dv", "dpool"})])
-def test_drafts_show_a_pool_that_is_not_carried(dropped: str, shown: set[str]) -> None:
+def test_drafts_show_a_pool_that_is_not_carried() -> None:
     drafts = [(3, 1, 0), (1, 4, 2), (2, 2, 2)]
     call = Call((6, 7, 4), (2, 0, 3), 5, packed=True)
     inputs, directions = call.inputs(), call.cotangents()
-    wrong = drafted(inputs, directions, drafts, **{dropped: False})
-    assert shown <= {name for name, error in over(wrong, prefilled(inputs, directions)).items() if error > 1e-2}
+    for dropped, shown in [("forward", {"o", "pool"}), ("back", {"dv", "dpool"})]:
+        wrong = drafted(inputs, directions, drafts, **{dropped: False})
+        assert shown <= {name for name, error in over(wrong, prefilled(inputs, directions)).items() if error > 1e-2}, dropped
 
 
 # Gradients
@@ -415,19 +415,19 @@ def test_drafts_show_a_pool_that_is_not_carried(dropped: str, shown: set[str]) -
 STARTS = {"has_initial_state": torch.tensor([1, 0, 1, 1, 0]), "accepted": torch.tensor([2, 1, 1, 0, 3])}
 
 
-@pytest.mark.parametrize("more", [{}, STARTS], ids=["all tokens kept", "some begin and drafts are cut"])
-def test_taylor_remainders_of_the_truth_are_of_second_order(more: dict[str, Tensor]) -> None:
-    inputs, directions = Inputs(**TELLING.inputs(), **more), TELLING.cotangents()
-    DECODE.check(inputs)
-    right, found = truth(DECODE, inputs, directions), remainders(DECODE, inputs, directions)
-    assert taylor_order(found, right) > 1.9
-    for gradient in (gradient_name(name) for name in TENSORS):
-        assert taylor_order(found, {**right, gradient: right[gradient] * 1.01}) < 1.5, gradient
+def test_taylor_remainders_of_the_truth_are_of_second_order() -> None:
+    for more in [{}, STARTS]:
+        inputs, directions = Inputs(**TELLING.inputs(), **more), TELLING.cotangents()
+        DECODE.check(inputs)
+        right, found = truth(DECODE, inputs, directions), remainders(DECODE, inputs, directions)
+        assert taylor_order(found, right) > 1.9, more
+        for gradient in (gradient_name(name) for name in TENSORS):
+            assert taylor_order(found, {**right, gradient: right[gradient] * 1.01}) < 1.5, gradient
 
 
-@pytest.mark.parametrize("more", [{}, STARTS], ids=["all tokens kept", "some begin and drafts are cut"])
-def test_gradcheck_accepts_every_input(more: dict[str, Tensor]) -> None:
-    assert gradcheck(DECODE, Inputs(**TELLING.inputs(), **more))
+def test_gradcheck_accepts_every_input() -> None:
+    for more in [{}, STARTS]:
+        assert gradcheck(DECODE, Inputs(**TELLING.inputs(), **more)), more
 
 
 @pytest.mark.parametrize("wrong", ["norm", "state"])
@@ -512,16 +512,14 @@ def test_bounds_hold_for_right_implementations(record_property: Callable[[str, o
     assert min(ratio for ratio, _, _ in found.values()) > 0.01, f"a bound a hundred times too wide: {line}"
 
 
-@pytest.mark.parametrize("call", [TELLING, VLLM], ids=["padding -1", "padding 0"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.slow_after_first
-def test_bound_rejects_every_wrong_reading(dtype: str, call: Call) -> None:
-    inputs, directions = call.inputs(DTYPES[dtype]), call.cotangents(DTYPES[dtype])
-    limits = bounds(DECODE, inputs, directions, "recurrent")
-    forward = {name: limits[name] for name in directions}
-    assert worst(limits, evaluate(single, inputs, directions))[0] <= 1.0
-    for wrong, read in WRONG.items():
-        assert worst(forward, single(inputs, read))[0] > 1e3, wrong
+def test_bound_rejects_every_wrong_reading() -> None:
+    for dtype, call in itertools.product(DTYPES, [TELLING, VLLM]):
+        inputs, directions = call.inputs(DTYPES[dtype]), call.cotangents(DTYPES[dtype])
+        limits = bounds(DECODE, inputs, directions, "recurrent")
+        forward = {name: limits[name] for name in directions}
+        assert worst(limits, evaluate(single, inputs, directions))[0] <= 1.0, (dtype, call)
+        for wrong, read in WRONG.items():
+            assert worst(forward, single(inputs, read))[0] > 1e3, wrong
 
 
 def test_bound_rejects_a_pool_that_was_stored_in_bfloat16() -> None:
@@ -531,19 +529,19 @@ def test_bound_rejects_a_pool_that_was_stored_in_bfloat16() -> None:
     assert worst(limits, {**right, "pool": right["pool"].bfloat16()})[0] > 100
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bound_rejects_zeros_one_zeroed_row_and_a_shift_by_a_token(dtype: str) -> None:
-    inputs, directions = TELLING.inputs(DTYPES[dtype]), TELLING.cotangents(DTYPES[dtype])
-    limits = bounds(DECODE, inputs, directions, "recurrent")
-    right = {name: limit.value for name, limit in limits.items()}
-    assert worst(limits, right)[0] == 0.0
-    for name, value in right.items():
-        rows = value.unsqueeze(-1) if DECODE.port(name).scalar_rows else value
-        sizes = rows.norm(dim=-1, keepdim=True)
-        zeroed = torch.where(sizes == sizes.max(), 0.0, rows).reshape(value.shape)
-        axis = 1 if DECODE.port(name).axes.startswith("B T") else 0
-        for wrong in (torch.zeros_like(value), zeroed, value.roll(1, axis)):
-            assert worst(limits, {**right, name: wrong})[0] > 1.0, name
+def test_bound_rejects_zeros_one_zeroed_row_and_a_shift_by_a_token() -> None:
+    for dtype in DTYPES:
+        inputs, directions = TELLING.inputs(DTYPES[dtype]), TELLING.cotangents(DTYPES[dtype])
+        limits = bounds(DECODE, inputs, directions, "recurrent")
+        right = {name: limit.value for name, limit in limits.items()}
+        assert worst(limits, right)[0] == 0.0, dtype
+        for name, value in right.items():
+            rows = value.unsqueeze(-1) if DECODE.port(name).scalar_rows else value
+            sizes = rows.norm(dim=-1, keepdim=True)
+            zeroed = torch.where(sizes == sizes.max(), 0.0, rows).reshape(value.shape)
+            axis = 1 if DECODE.port(name).axes.startswith("B T") else 0
+            for wrong in (torch.zeros_like(value), zeroed, value.roll(1, axis)):
+                assert worst(limits, {**right, name: wrong})[0] > 1.0, name
 
 
 # Contracts
@@ -575,9 +573,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), REFUSED)
-def test_illegal_input_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_illegal_input_is_refused() -> None:
     inputs = TELLING.inputs(torch.float32)
     DECODE.check(inputs)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        DECODE.check(inputs.replaced(**wrong))
+    patterns = ((wrong, f"^{message}") for wrong, message in REFUSED)
+    assert not_refused(lambda wrong: DECODE.check(inputs.replaced(**wrong)), patterns) == []

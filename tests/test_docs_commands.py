@@ -1,10 +1,10 @@
 """The page of commands has the verbs, options, defaults, choices and exit codes of the parsers, and no others."""
 
+import argparse
 import os
 import re
 import shlex
-
-import pytest
+from collections.abc import Iterator
 
 from tests.pages import Row, code_column, codes, headings, prose_and_code, reference, section, table
 from tests.sources import definition, options, verbs
@@ -17,6 +17,14 @@ def option_rows(verb: str) -> dict[tuple[str, ...], Row]:
     return {tuple(code.split()[0] for code in codes(row["option"])): row for row in rows}
 
 
+def every_option() -> Iterator[tuple[str, argparse.Action, Row]]:
+    """Each option of each verb by name, as its parser and as its row of the page describe it."""
+    for verb in (*verbs(), "pytest"):
+        rows = option_rows(verb)
+        assert {*rows} == {*options(verb)}, verb
+        yield from ((f"{verb} {names[0]}", action, rows[names]) for names, action in options(verb).items())
+
+
 def test_the_page_of_commands_has_a_row_and_a_section_for_every_verb_and_no_other() -> None:
     page = reference("commands")
     rows = code_column(table(page.partition("\n## ")[0], "verb"), "verb")
@@ -24,50 +32,47 @@ def test_the_page_of_commands_has_a_row_and_a_section_for_every_verb_and_no_othe
     assert [words for _, level, words in headings(page) if level == 2] == ["Exit codes", *rows, "pytest"]
 
 
-@pytest.mark.parametrize("verb", [*verbs(), "pytest"])
-def test_the_options_of_a_verb_are_those_of_its_parser(verb: str) -> None:
-    rows = option_rows(verb)
-    assert {*rows} == {*options(verb)}
-    for names, action in options(verb).items():
-        assert {len(code.split()) > 1 for code in codes(rows[names]["option"])} == {action.nargs != 0}, names
-        assert ("[" in rows[names]["option"]) is (action.nargs == "?"), names
+def test_the_options_of_a_verb_are_those_of_its_parser() -> None:
+    for name, action, row in every_option():
+        assert {len(code.split()) > 1 for code in codes(row["option"])} == {action.nargs != 0}, name
+        assert ("[" in row["option"]) is (action.nargs == "?"), name
 
 
-@pytest.mark.parametrize("verb", [*verbs(), "pytest"])
-def test_the_defaults_of_options_are_those_of_the_parser(verb: str) -> None:
-    for names, action in options(verb).items():
-        cell = option_rows(verb)[names]["default"]
+def test_the_defaults_of_options_are_those_of_the_parser() -> None:
+    for name, action, row in every_option():
+        cell = row["default"]
         if action.default is False:
-            assert cell == "off", names
+            assert cell == "off", name
         elif action.required:
-            assert cell == "must be given", names
+            assert cell == "must be given", name
         elif action.default in (None, [], ""):  # the page says in words what happens; values in the words are also in the help
-            assert all(code in (action.help or "") for code in codes(cell) if not code.startswith("-")), names
-            assert action.const is None or action.const in codes(cell), names
+            assert all(code in (action.help or "") for code in codes(cell) if not code.startswith("-")), name
+            assert action.const is None or action.const in codes(cell), name
         elif action.dest == "workers":  # the default depends on the machine
-            assert action.default == min(os.cpu_count() or 1, 4), names
-            assert "cores, at most 4" in cell, names
+            assert action.default == min(os.cpu_count() or 1, 4), name
+            assert "cores, at most 4" in cell, name
         else:
             (code,) = codes(cell)
-            assert type(action.default)(code) == action.default, names
+            assert type(action.default)(code) == action.default, name
 
 
-@pytest.mark.parametrize("verb", [*verbs(), "pytest"])
-def test_the_choices_of_options_are_those_of_the_parser(verb: str) -> None:
-    for names, action in options(verb).items():
-        meaning = option_rows(verb)[names]["meaning"]
+def test_the_choices_of_options_are_those_of_the_parser() -> None:
+    for name, action, row in every_option():
+        meaning = row["meaning"]
         sentence = re.search(r"One of ((?:`[^`]+`(?:, )?)+)", meaning)
         if sentence:
-            assert codes(sentence[1]) == [*map(str, action.choices or ())], names
+            assert codes(sentence[1]) == [*map(str, action.choices or ())], name
         else:  # they may be in a table of the same page
-            assert not action.choices or re.search(r"\]\(#[\w-]+\)", meaning), names
+            assert not action.choices or re.search(r"\]\(#[\w-]+\)", meaning), name
 
 
-@pytest.mark.parametrize("verb", [*verbs(), "pytest"])
-def test_every_option_of_a_verb_has_an_example(verb: str) -> None:
-    blocks = prose_and_code(section(reference("commands"), verb))[1]
-    words = {word.partition("=")[0] for block in blocks for line in block[1:] for word in shlex.split(line, comments=True)}
-    assert [names for names in options(verb) if not {*names} & words] == []
+def test_every_option_of_a_verb_has_an_example() -> None:
+    def words(verb: str) -> set[str]:
+        blocks = prose_and_code(section(reference("commands"), verb))[1]
+        return {word.partition("=")[0] for block in blocks for line in block[1:] for word in shlex.split(line, comments=True)}
+
+    examples = {verb: words(verb) for verb in (*verbs(), "pytest")}
+    assert [(verb, names) for verb in examples for names in options(verb) if not {*names} & examples[verb]] == []
 
 
 def test_every_flag_in_the_page_of_commands_exists() -> None:
@@ -94,12 +99,12 @@ def test_profiles_letters_suites_and_claims_are_those_of_the_code() -> None:
     assert code_column(table(section(page, "Published claims"), "number"), "number") == [*map(str, definition("PARTS"))]
 
 
-@pytest.mark.parametrize("verb", verbs())
-def test_the_exit_codes_of_a_verb_are_in_both_pages(verb: str) -> None:
-    in_help = {*re.findall(r"(?:^exit:|  ) ?(\d+) ", verbs()[verb].epilog or "")}
-    meanings = {row["exit code"]: row["meaning"] for row in table(section(reference("commands"), verb), "exit code")}
+def test_the_exit_codes_of_every_verb_are_in_both_pages() -> None:
     summary = {row["verb"]: row for row in table(section(reference("files"), "Exit codes of every verb"), "verb")}
-    assert in_help <= {*meanings}
-    assert {*meanings} == {"0", "1", "2", "3", "130"}
-    for code, meaning in meanings.items():
-        assert (summary[f"`{verb}`"][code] == "") is (meaning == "does not occur"), code
+    for verb, parser in verbs().items():
+        meanings = {row["exit code"]: row["meaning"] for row in table(section(reference("commands"), verb), "exit code")}
+        assert {*re.findall(r"(?:^exit:|  ) ?(\d+) ", parser.epilog or "")} <= {*meanings}, verb
+        assert {*meanings} == {"0", "1", "2", "3", "130"}, verb
+        assert {code for code in meanings if not summary[f"`{verb}`"][code]} == {
+            code for code, meaning in meanings.items() if meaning == "does not occur"
+        }, verb

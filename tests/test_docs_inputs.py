@@ -60,33 +60,25 @@ DTYPES = {
     "int32": torch.int32,
 }
 SINGLE_PROCESS = [
-    pytest.param(book, operation, id=f"{book.name}-{operation}")
-    for book in BOOKS
-    if book.name not in ("paths", "traces", "calls")
-    for operation in book.operations
+    (book, operation) for book in BOOKS if book.name not in ("paths", "traces", "calls") for operation in book.operations
 ]
 
 
-@pytest.mark.parametrize("name", BOOK_BY_DOMAIN)
-def test_the_fields_of_a_domain_are_in_the_page_with_type_and_default(name: str) -> None:
-    domain = BOOK_BY_DOMAIN[name].domain
-    rows, types = table(section(reference("domains"), name), "field"), typing.get_type_hints(domain)
-    promised = {field: known for field, known in fields(domain).items() if field != "drawing"}  # a check sets that
-    assert code_column(rows, "field") == [*promised]
-    for row, field in zip(rows, promised.values(), strict=True):
-        kind = types[field.name]
-        type_name = kind.__name__ if type(kind) is type else re.sub(r"\b[\w.]+\.(\w+)", r"\1", str(kind))
-        assert codes(row["type"]) == [type_name], field.name
-        assert codes(row["default"]) == [short_repr(field.default)], field.name
-        assert row["meaning"], field.name
-
-
-@pytest.mark.parametrize("name", BOOK_BY_DOMAIN)
-def test_the_example_of_a_field_makes_a_domain(name: str) -> None:
-    for row in table(section(reference("domains"), name), "field"):
-        (code,) = codes(row["example"])
-        assert [*keyword_arguments(code)] == codes(row["field"])
-        BOOK_BY_DOMAIN[name].domain(**keyword_arguments(code))
+def test_the_fields_of_a_domain_are_in_the_page_with_type_default_and_example() -> None:
+    for name in BOOK_BY_DOMAIN:
+        domain = BOOK_BY_DOMAIN[name].domain
+        rows, types = table(section(reference("domains"), name), "field"), typing.get_type_hints(domain)
+        promised = {field: known for field, known in fields(domain).items() if field != "drawing"}  # a check sets that
+        assert code_column(rows, "field") == [*promised], name
+        for row, field in zip(rows, promised.values(), strict=True):
+            kind = types[field.name]
+            type_name = kind.__name__ if type(kind) is type else re.sub(r"\b[\w.]+\.(\w+)", r"\1", str(kind))
+            assert codes(row["type"]) == [type_name], field.name
+            assert codes(row["default"]) == [short_repr(field.default)], field.name
+            assert row["meaning"], field.name
+            (code,) = codes(row["example"])
+            assert [*keyword_arguments(code)] == [field.name], name
+            domain(**keyword_arguments(code))
 
 
 def input_rows(prefix: str, operation: str) -> dict[str, Row]:
@@ -108,35 +100,36 @@ def calls(book: Book, operation: str) -> list[tuple[Any, dict[str, Any]]]:
     return [(case, dict(case.inputs())) for case in cases]
 
 
-@pytest.mark.parametrize(("book", "operation"), SINGLE_PROCESS)
-def test_the_inputs_of_an_operation_are_those_of_the_page(book: Book, operation: str) -> None:
-    rows, inputs = input_rows("Inputs of ", operation), [call for _, call in calls(book, operation)]
-    for name in ("a", "A_log", "dt_bias", "alpha") if operation == "delta_rule" else ():  # it has no gate, and shares its table
-        del rows[name]
-    assert {*rows} == {name for call in inputs for name in call}
-    for name, row in rows.items():
-        values = [call[name] for call in inputs if name in call]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        types = {type(value).__name__ for value in values if value is not None} - {"Tensor"}
-        if operation != "delta_rule":
-            states = {"None": any(value is None for value in values), "absent": len(values) < len(inputs)}
-            assert row["may be"] == ", ".join(state for state, occurs in states.items() if occurs), name
-        if tensors:
-            assert {tensor.dtype for tensor in tensors} == {DTYPES[word] for word in row["dtype"].split(" or ")}, name
-        if types:
-            assert codes(row["shape or type"]) == [*types], name
+def test_the_inputs_of_an_operation_are_those_of_the_page() -> None:
+    for book, operation in SINGLE_PROCESS:
+        rows, inputs = input_rows("Inputs of ", operation), [call for _, call in calls(book, operation)]
+        for name in ("a", "A_log", "dt_bias", "alpha") if operation == "delta_rule" else ():  # it has no gate, and shares its table
+            del rows[name]
+        assert {*rows} == {name for call in inputs for name in call}, operation
+        for name, row in rows.items():
+            values = [call[name] for call in inputs if name in call]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            types = {type(value).__name__ for value in values if value is not None} - {"Tensor"}
+            if operation != "delta_rule":
+                states = {"None": any(value is None for value in values), "absent": len(values) < len(inputs)}
+                assert row["may be"] == ", ".join(state for state, occurs in states.items() if occurs), (operation, name)
+            if tensors:
+                dtypes = {DTYPES[word] for word in row["dtype"].split(" or ")}
+                assert {tensor.dtype for tensor in tensors} == dtypes, (operation, name)
+            if types:
+                assert codes(row["shape or type"]) == [*types], (operation, name)
 
 
-@pytest.mark.parametrize(("book", "operation"), SINGLE_PROCESS)
-def test_every_input_has_the_shape_of_the_page(book: Book, operation: str) -> None:
-    for name, row in input_rows("Inputs of ", operation).items():
-        shapes = codes(row["shape or type"])
-        for case, call in calls(book, operation):
-            if isinstance(tensor := call.get(name), torch.Tensor):
-                sizes = {**case.spec.sizes(case.inputs()), "N": len(case.lengths), "1": 1}
-                shape = shapes[shapes.index(operation) + 1] if operation in shapes else shapes[0]
-                terms = [axis.split(" + ") for axis in shape[1:-1].split(", ")]
-                assert tensor.shape == tuple(sum(sizes[term] for term in axis) for axis in terms), name
+def test_every_input_has_the_shape_of_the_page() -> None:
+    for book, operation in SINGLE_PROCESS:
+        for name, row in input_rows("Inputs of ", operation).items():
+            shapes = codes(row["shape or type"])
+            for case, call in calls(book, operation):
+                if isinstance(tensor := call.get(name), torch.Tensor):
+                    sizes = {**case.spec.sizes(case.inputs()), "N": len(case.lengths), "1": 1}
+                    shape = shapes[shapes.index(operation) + 1] if operation in shapes else shapes[0]
+                    terms = [axis.split(" + ") for axis in shape[1:-1].split(", ")]
+                    assert tensor.shape == tuple(sum(sizes[term] for term in axis) for axis in terms), (operation, name)
 
 
 RECORDER = """
@@ -174,14 +167,14 @@ def test_the_inputs_on_a_rank_are_those_of_the_page(
 # docs/reference/illegal-input.md
 
 
-@pytest.mark.parametrize("book", [book for book in BOOKS if book.name != "calls"], ids=lambda book: book.name)
-def test_the_illegal_inputs_of_a_book_are_in_the_page_and_no_other(book: Book) -> None:
-    text = section(reference("illegal-input"), book.name.capitalize())
-    names = {name for operation in book.operations for name in book.illegal.names(operation)}
-    assert names <= {*codes(text)}
-    if book.name == "modules":
-        rows = table(text, "operation")
-        page = {operation: codes(row["illegal inputs"]) for row in rows for operation in codes(row["operation"])}
-        assert page == {name: book.illegal.names(name) for name in book.operations if book.illegal.names(name)}
-    else:
-        assert {name for row in table(text, "illegal input") for name in codes(row["illegal input"])} <= names
+def test_the_illegal_inputs_of_a_book_are_in_the_page_and_no_other() -> None:
+    for book in [book for book in BOOKS if book.name != "calls"]:
+        text = section(reference("illegal-input"), book.name.capitalize())
+        names = {name for operation in book.operations for name in book.illegal.names(operation)}
+        assert names <= {*codes(text)}, book.name
+        if book.name == "modules":
+            rows = table(text, "operation")
+            page = {operation: codes(row["illegal inputs"]) for row in rows for operation in codes(row["operation"])}
+            assert page == {name: book.illegal.names(name) for name in book.operations if book.illegal.names(name)}, book.name
+        else:
+            assert {name for row in table(text, "illegal input") for name in codes(row["illegal input"])} <= names, book.name

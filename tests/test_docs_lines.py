@@ -32,40 +32,39 @@ def operations_with(book: Book, word: str) -> list[str]:
     return codes(word_rows(book)[word].get("operations", "")) or [*book.operations]
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
-def test_the_words_of_a_case_are_in_the_page_with_their_defaults(book: Book) -> None:
-    assert [*word_rows(book)] == [*word_fields(book)]
-    defaults = book.case.parse(f"{shortest(book)} op={book.operations[0]}").words()
-    for word, row in word_rows(book).items():
-        default = "must be given" if needs_a_value(word_fields(book)[word]) else f"`{defaults[word]}`"
-        assert row["default"] == default, word
+def test_the_words_of_a_case_are_in_the_page_with_their_defaults() -> None:
+    for book in BOOKS:
+        assert [*word_rows(book)] == [*word_fields(book)], book.name
+        defaults = book.case.parse(f"{shortest(book)} op={book.operations[0]}").words()
+        for word, row in word_rows(book).items():
+            default = "must be given" if needs_a_value(word_fields(book)[word]) else f"`{defaults[word]}`"
+            assert row["default"] == default, word
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
-def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
-    types = typing.get_type_hints(book.case)
-    for word, row in word_rows(book).items():
-        field = word_fields(book)[word]
-        kind = types[field.name]
-        line = f"{shortest(book)} op={operations_with(book, word)[0]}"
-        if kind is bool:
-            assert row["values"] == "yes, no", word
-        elif kind is int:
-            low, high = map(int, row["values"].split(" to "))
-            for number in {max(0, low - 1), high + 1} - {low}:
-                with pytest.raises(ValueError, match=rf"{word} must be in {low}\.\.{high}\b"):
-                    book.case.parse(f"{line} {word}={number}")
-        elif word == "options":
-            assert row["values"] == "`none`, or name:value joined by commas"
-        elif word in ("trace", "takes", "gives", "sizes"):
-            assert row["values"] == {"trace": "events joined by `/`", "sizes": "sizes joined by `,`"}.get(
-                word, "tensors joined by `,`"
-            )
-        elif kind is str:
-            choices = book.case.CHOICES.get(field.name) or BOOK_BY_NAME["rules"].case.CHOICES[field.name]
-            assert codes(row["values"]) == [*choices], word
-        else:
-            assert row["values"] == "whole numbers joined by `+`", word
+def test_the_values_of_a_word_are_those_that_a_case_accepts() -> None:
+    for book in BOOKS:
+        types = typing.get_type_hints(book.case)
+        for word, row in word_rows(book).items():
+            field = word_fields(book)[word]
+            kind = types[field.name]
+            line = f"{shortest(book)} op={operations_with(book, word)[0]}"
+            if kind is bool:
+                assert row["values"] == "yes, no", word
+            elif kind is int:
+                low, high = map(int, row["values"].split(" to "))
+                for number in {max(0, low - 1), high + 1} - {low}:
+                    with pytest.raises(ValueError, match=rf"{word} must be in {low}\.\.{high}\b"):
+                        book.case.parse(f"{line} {word}={number}")
+            elif word == "options":
+                assert row["values"] == "`none`, or name:value joined by commas", book.name
+            elif word in ("trace", "takes", "gives", "sizes"):
+                what = {"trace": "events joined by `/`", "sizes": "sizes joined by `,`"}.get(word, "tensors joined by `,`")
+                assert row["values"] == what, word
+            elif kind is str:
+                choices = book.case.CHOICES.get(field.name) or BOOK_BY_NAME["rules"].case.CHOICES[field.name]
+                assert codes(row["values"]) == [*choices], word
+            else:
+                assert row["values"] == "whole numbers joined by `+`", word
 
 
 def test_a_word_that_an_operation_lacks_is_refused_and_no_other() -> None:
@@ -86,10 +85,11 @@ def test_a_word_that_an_operation_lacks_is_refused_and_no_other() -> None:
             assert refused is (operation not in operations_with(book, word)), (word, operation)
 
 
-@pytest.mark.parametrize(("title", "word"), [("Gates", "gate"), ("Values", "values")])
-def test_every_value_of_a_regime_is_explained(title: str, word: str) -> None:
-    rows = table(section(reference("lines"), title), f"`{word}`")
-    assert code_column(rows, f"`{word}`") == [*BOOK_BY_NAME["rules"].case.CHOICES[word]]
+def test_every_value_of_a_regime_is_explained() -> None:
+    for word in ("gate", "values"):
+        title = "Gates" if word == "gate" else "Values"
+        rows = table(section(reference("lines"), title), f"`{word}`")
+        assert code_column(rows, f"`{word}`") == [*BOOK_BY_NAME["rules"].case.CHOICES[word]]
 
 
 def test_the_words_of_every_line_are_in_the_page() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verify.engine.drawing import batches, seeded
 
 
-def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> None:
+def test_batches_have_the_order_of_drawing_and_at_most_their_size() -> None:
     want: list[int] = []
     seeded(st.integers(0, 10**6), 3, 40, want.append)
     got = list(batches(partial(seeded, st.integers(0, 10**6), 3, 40), 7))

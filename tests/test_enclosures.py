@@ -6,6 +6,7 @@ greatest number that went into it, which each enclosure says. Each limit is show
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -191,12 +192,12 @@ WRONG_FUNCTIONS: list[tuple[str, str, Callable[[Tensor], Tensor], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong", "function", "at"), WRONG_FUNCTIONS)
-def test_wrong_function_is_rejected(name: str, wrong: str, function: Callable[[Tensor], Tensor], at: float) -> None:
-    right, enclosure, limit = FUNCTIONS[name]
-    x, want = torch.tensor([at], dtype=torch.float64), [enclosure(arb(at))]
-    Worst(name, limit).see(right(x), want, [ulp(want[0])])
-    assert Worst(name, limit).rejects(function(x), want, [ulp(want[0])]), wrong
+def test_wrong_function_is_rejected() -> None:
+    for name, wrong, function, at in WRONG_FUNCTIONS:
+        right, enclosure, limit = FUNCTIONS[name]
+        x, want = torch.tensor([at], dtype=torch.float64), [enclosure(arb(at))]
+        Worst(name, limit).see(right(x), want, [ulp(want[0])])
+        assert Worst(name, limit).rejects(function(x), want, [ulp(want[0])]), wrong
 
 
 # The gates
@@ -271,54 +272,45 @@ def test_gates_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
     worst.settle(record_property)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "gate"),
-    [
-        ("softplus before the bias", lambda a, A, bias: -A.exp() * (softplus(a) + bias)),
-        ("A as its logarithm", lambda a, A, bias: -A * softplus(a + bias)),
-        ("float32 exponential of A", lambda a, A, bias: -A.float().exp().double() * softplus(a + bias)),
-        ("torch's softplus", lambda a, A, bias: -A.exp() * torch.nn.functional.softplus(a + bias)),
-    ],
-)
-def test_wrong_gate_is_rejected(wrong: str, gate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def test_wrong_gate_is_rejected() -> None:
     x = gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25])
     want = [ball_gate(*arguments) for arguments in zip(balls(x.a), balls(x.A_log), balls(x.dt_bias), strict=True)]
     units = [ulp(ball) for ball in want]
     Worst("g", GATE_LIMIT).see(truth(GDN_GATE, x)["g"], want, units)
-    assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
+    for wrong, gate in [
+        ("softplus before the bias", lambda a, A, bias: -A.exp() * (softplus(a) + bias)),
+        ("A as its logarithm", lambda a, A, bias: -A * softplus(a + bias)),
+        ("float32 exponential of A", lambda a, A, bias: -A.float().exp().double() * softplus(a + bias)),
+        ("torch's softplus", lambda a, A, bias: -A.exp() * torch.nn.functional.softplus(a + bias)),
+    ]:
+        assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
 
-@pytest.mark.parametrize(
-    ("wrong", "gate"),
-    [
-        ("no bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a)),
-        ("the first channel's bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias[:, :1])),
-        ("channels and heads of the bias swapped", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias.mT)),
-        ("one A a channel", lambda a, A, bias: -A.exp() * softplus(a + bias)),
-    ],
-)
-def test_wrong_gate_of_channels_is_rejected(wrong: str, gate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def test_wrong_gate_of_channels_is_rejected() -> None:
     x = by_channel(gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25]))
     want = ball_gates(x)["g"]
     units = [ulp(ball) for ball in want]
     Worst("g", GATE_LIMIT).see(truth(KDA_GATE, x)["g"], want, units)
-    assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
+    for wrong, gate in [
+        ("no bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a)),
+        ("the first channel's bias", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias[:, :1])),
+        ("channels and heads of the bias swapped", lambda a, A, bias: -A.exp().unsqueeze(-1) * softplus(a + bias.mT)),
+        ("one A a channel", lambda a, A, bias: -A.exp() * softplus(a + bias)),
+    ]:
+        assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
 
-@pytest.mark.parametrize(
-    ("wrong", "gradient"), [("softplus", "da"), ("softplus", "ddt_bias"), ("parameter", "ddt_bias"), ("parameter", "dA_log")]
-)
-@pytest.mark.parametrize("operation", [GDN_GATE, KDA_GATE], ids=lambda operation: operation.name)
-def test_wrong_backward_of_a_gate_is_rejected(
-    operation: Operation, wrong: str, gradient: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = gate_call([1.0, 2.0, -1.0, 3.0], [0.3, 0.7], [0.5, 0.25])
-    x = by_channel(x) if operation is KDA_GATE else x
-    want = ball_gates(x)[gradient]
-    units = [ulp(ball) for ball in want]
-    Worst(gradient, GATE_LIMIT).see(gates_of(operation, x)[gradient], want, units)
-    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
-    assert Worst(gradient, GATE_LIMIT).rejects(gates_of(operation, x)[gradient], want, units)
+def test_wrong_backward_of_a_gate_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrongs = (("softplus", "da"), ("softplus", "ddt_bias"), ("parameter", "ddt_bias"), ("parameter", "dA_log"))
+    for operation, (wrong, gradient) in itertools.product((GDN_GATE, KDA_GATE), wrongs):
+        x = gate_call([1.0, 2.0, -1.0, 3.0], [0.3, 0.7], [0.5, 0.25])
+        x = by_channel(x) if operation is KDA_GATE else x
+        want = ball_gates(x)[gradient]
+        units = [ulp(ball) for ball in want]
+        Worst(gradient, GATE_LIMIT).see(gates_of(operation, x)[gradient], want, units)
+        with monkeypatch.context() as patch:
+            patch.setattr(*wrong_backward.WRONG[wrong])
+            assert Worst(gradient, GATE_LIMIT).rejects(gates_of(operation, x)[gradient], want, units), (operation.name, wrong)
 
 
 # The norms
@@ -412,22 +404,19 @@ def test_norms_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
     worst.settle(record_property)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "norm"),
-    [
+def test_wrong_norm_is_rejected() -> None:
+    x = torch.tensor([1e-3, -2e-3, 7e-4], dtype=torch.float64).reshape(1, 1, 1, -1)
+    want = ball_normalised(balls(x), EPS, mean=False)
+    units = [ulp(ball) for ball in want]
+    Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
+    for wrong, norm in [
         ("eps 1e-5", lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-5).rsqrt()),
         ("mean of squares", lambda x: x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()),
         ("eps after the root", lambda x: x / (x.square().sum(-1, keepdim=True).sqrt() + EPS)),
         ("eps floors the norm", lambda x: torch.nn.functional.normalize(x, dim=-1, eps=EPS)),
         ("float32 root", lambda x: x * (x.square().sum(-1, keepdim=True) + EPS).float().rsqrt().double()),
-    ],
-)
-def test_wrong_norm_is_rejected(wrong: str, norm: Callable[[Tensor], Tensor]) -> None:
-    x = torch.tensor([1e-3, -2e-3, 7e-4], dtype=torch.float64).reshape(1, 1, 1, -1)
-    want = ball_normalised(balls(x), EPS, mean=False)
-    units = [ulp(ball) for ball in want]
-    Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
-    assert Worst("l2norm", NORM_LIMIT).rejects(norm(x), want, units), wrong
+    ]:
+        assert Worst("l2norm", NORM_LIMIT).rejects(norm(x), want, units), wrong
 
 
 def test_wrong_projection_is_rejected() -> None:
@@ -456,24 +445,21 @@ def test_gate_before_norm_and_float32_silu_are_rejected() -> None:
     assert worst.rejects(x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * rounded, want, units)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "gradient"),
-    [
-        ("sigmoid alone", lambda x, n: x.weight * n * sigmoid(x.z)),
-        ("sigmoid's own slope", lambda x, n: x.weight * n * sigmoid(x.z) * sigmoid(-x.z)),
-        ("no weight", lambda x, n: n * slope(oracle_silu)(x.z)),
-        ("x before the norm", lambda x, n: x.weight * x.x * slope(oracle_silu)(x.z)),
-        ("float32 slope", lambda x, n: x.weight * n * slope(oracle_silu)(x.z).float().double()),
-    ],
-)
-def test_wrong_dz_is_rejected(wrong: str, gradient: Callable[[Inputs, Tensor], Tensor]) -> None:
+def test_wrong_dz_is_rejected() -> None:
     x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 1, 2)
     inputs = Inputs(x=x, z=z, weight=torch.tensor([0.6, -1.7], dtype=torch.float64), eps=EPS)
     dz, reach = ball_dz(ball_normalised(balls(x), EPS, mean=True), balls(inputs.weight), balls(z))
     worst, units = Worst("dz", NORM_LIMIT), [ulp(extent) for extent in reach]
     worst.see(truth(GATED_RMS_NORM, inputs, {"y": torch.ones_like(x)})["dz"], dz, units)
     normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    assert worst.rejects(gradient(inputs, normed), dz, units), wrong
+    for wrong, gradient in [
+        ("sigmoid alone", lambda x, n: x.weight * n * sigmoid(x.z)),
+        ("sigmoid's own slope", lambda x, n: x.weight * n * sigmoid(x.z) * sigmoid(-x.z)),
+        ("no weight", lambda x, n: n * slope(oracle_silu)(x.z)),
+        ("x before the norm", lambda x, n: x.weight * x.x * slope(oracle_silu)(x.z)),
+        ("float32 slope", lambda x, n: x.weight * n * slope(oracle_silu)(x.z).float().double()),
+    ]:
+        assert worst.rejects(gradient(inputs, normed), dz, units), wrong
 
 
 # The convolution
@@ -579,34 +565,36 @@ def test_convolution_is_within_a_few_ulp_of_its_enclosure(record_property: Recor
     gradients.settle(record_property)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_wrong_convolution_is_rejected() -> None:
+    x = conv_call(3, 2, 4, 5, 1.0, "silu")
+    want, units = ball_convolution(x.x[0], x.weight, x.bias, x.state[0], silu=True)
+    Worst("convolution", CONV_LIMIT).see(truth(CAUSAL_CONV1D, x)["y"], want, units)
+    for wrong in [
         lambda x: {"weight": x.weight.flip(-1)},
         lambda x: {"bias": None},
         lambda x: {"state": None},
         lambda x: {"state": x.state.roll(1, -1)},
         lambda x: {"activation": None},
         lambda x: {"x": x.x.float().double()},
-    ],
-)
-def test_wrong_convolution_is_rejected(wrong: Callable[[Inputs], dict[str, Any]]) -> None:
-    x = conv_call(3, 2, 4, 5, 1.0, "silu")
-    want, units = ball_convolution(x.x[0], x.weight, x.bias, x.state[0], silu=True)
-    Worst("convolution", CONV_LIMIT).see(truth(CAUSAL_CONV1D, x)["y"], want, units)
-    assert Worst("convolution", CONV_LIMIT).rejects(truth(CAUSAL_CONV1D, x.replaced(**wrong(x)))["y"], want, units)
+    ]:
+        assert Worst("convolution", CONV_LIMIT).rejects(truth(CAUSAL_CONV1D, x.replaced(**wrong(x)))["y"], want, units), wrong
 
 
-@pytest.mark.parametrize(
-    ("gradient", "wrong"),
-    [("dx", "dx"), ("dx", "sigmoid"), ("dh0", "dx"), ("dweight", "dweight"), ("dweight", "sigmoid"), ("dbias", "parameter")],
-)
-def test_wrong_backward_of_the_convolution_is_rejected(gradient: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_backward_of_the_convolution_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     x = conv_call(3, 2, 4, 5, 1.0, "silu")
-    want, units = ball_convolution_gradients(x)[gradient]
-    Worst(gradient, CONV_GRADIENT_LIMIT).see(conv_truth(x)[gradient], want, units)
-    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
-    assert Worst(gradient, CONV_GRADIENT_LIMIT).rejects(conv_truth(x)[gradient], want, units)
+    for gradient, wrong in [
+        ("dx", "dx"),
+        ("dx", "sigmoid"),
+        ("dh0", "dx"),
+        ("dweight", "dweight"),
+        ("dweight", "sigmoid"),
+        ("dbias", "parameter"),
+    ]:
+        want, units = ball_convolution_gradients(x)[gradient]
+        Worst(gradient, CONV_GRADIENT_LIMIT).see(conv_truth(x)[gradient], want, units)
+        with monkeypatch.context() as patch:
+            patch.setattr(*wrong_backward.WRONG[wrong])
+            assert Worst(gradient, CONV_GRADIENT_LIMIT).rejects(conv_truth(x)[gradient], want, units), (gradient, wrong)
 
 
 # The delta rules
@@ -736,27 +724,24 @@ def test_chunkwise_oracle_is_within_a_few_ulp_of_the_enclosure(channels: bool, r
     worst.settle(record_property)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "change"),
-    [
+def forward(head: Head, form: str) -> Tensor:
+    return definition(*head.tensors(), head.scale)[0] if form == "definition" else by_chunks(head, 2)[0]
+
+
+def test_wrong_delta_rule_is_rejected() -> None:
+    head = Head.drawn(5, 3, 2, "long", "ordinary", 3, channels=False)
+    o, units, _, _ = head.enclosed()
+    rows = [
         ("scale 1", lambda x: {"scale": 1.0}),
         ("float32 exponential", lambda x: {"g": x.g.exp().float().double().log()}),
         ("beta a millionth off", lambda x: {"beta": x.beta * (1 + 1e-6)}),
         ("a key late by one token", lambda x: {"k": x.k.roll(1, 0)}),
         ("no state", lambda x: {"state": torch.zeros_like(x.state)}),
-    ],
-)
-@pytest.mark.parametrize("form", ["definition", "chunkwise"])
-def test_wrong_delta_rule_is_rejected(wrong: str, change: Callable[[Head], dict[str, Any]], form: str) -> None:
-    head = Head.drawn(5, 3, 2, "long", "ordinary", 3, channels=False)
-    o, units, _, _ = head.enclosed()
-
-    def run(one: Head) -> Tensor:
-        return definition(*one.tensors(), one.scale)[0] if form == "definition" else by_chunks(one, 2)[0]
-
-    worst = Worst(form, CHUNK_LIMIT)
-    worst.see(run(head), o, units)
-    assert worst.rejects(run(dataclasses.replace(head, **change(head))), o, units), wrong
+    ]
+    for form, (wrong, change) in itertools.product(("definition", "chunkwise"), rows):
+        worst = Worst(form, CHUNK_LIMIT)
+        worst.see(forward(head, form), o, units)
+        assert worst.rejects(forward(dataclasses.replace(head, **change(head)), form), o, units), (form, wrong)
 
 
 def test_enclosure_rejects_what_is_no_number_and_a_ball_too_wide() -> None:

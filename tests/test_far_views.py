@@ -3,7 +3,6 @@
 import dataclasses
 import resource
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -44,15 +43,15 @@ def test_views_are_far_along_their_axis_dense_along_the_others_and_keep_every_nu
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB of the 17 GiB that are reserved
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_tokens_of_a_batch_lie_equally_far_apart_and_the_last_rows_first_token_wraps(batch: int) -> None:
-    tensors = {"q": torch.randn(batch, LEAST_TOKENS, 3, 8), "b": torch.randn(batch, LEAST_TOKENS, 3, dtype=torch.float64)}
-    for name, view in far_rows(tensors).items():
-        assert view.equal(tensors[name])
-        assert view.stride(0) == LEAST_TOKENS * view.stride(1)
-        assert view[0, 0].is_contiguous()
-        assert (batch - 1) * view.stride(0) + (LEAST_TOKENS - 1 if batch == 1 else 0) * view.stride(1) >= SPAN
-        assert 127 * view.stride(1) + 24 < 2**31  # two tokens of a block of 128
+def test_tokens_of_a_batch_lie_equally_far_apart_and_the_last_rows_first_token_wraps() -> None:
+    for batch in [1, 2, 3]:
+        tensors = {"q": torch.randn(batch, LEAST_TOKENS, 3, 8), "b": torch.randn(batch, LEAST_TOKENS, 3, dtype=torch.float64)}
+        for name, view in far_rows(tensors).items():
+            assert view.equal(tensors[name]), batch
+            assert view.stride(0) == LEAST_TOKENS * view.stride(1), batch
+            assert view[0, 0].is_contiguous(), batch
+            assert (batch - 1) * view.stride(0) + (LEAST_TOKENS - 1 if batch == 1 else 0) * view.stride(1) >= SPAN, batch
+            assert 127 * view.stride(1) + 24 < 2**31, batch  # two tokens of a block of 128
 
 
 def test_an_offset_that_wraps_stays_inside_the_memory_and_finds_zeros() -> None:
@@ -87,13 +86,14 @@ def assert_wide_alone_holds(worker: Worker, wide: str, narrow: str, variant: str
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("variant", "words"),
-    [("far_tokens", "lengths=130"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
-)
 @pytest.mark.slow
-def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
-    assert_wide_alone_holds(worker, "OffsetsIn64Bits", "OffsetsIn32Bits", variant, f"{words} op=l2norm backward=no")
+def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(worker: Worker) -> None:
+    for variant, words in [
+        ("far_tokens", "lengths=130"),
+        ("far_heads", "lengths=1 heads=5"),
+        ("far_sequences", "lengths=1+1+1+1+1"),
+    ]:
+        assert_wide_alone_holds(worker, "OffsetsIn64Bits", "OffsetsIn32Bits", variant, f"{words} op=l2norm backward=no")
 
 
 @pytest.mark.interpreted
@@ -102,9 +102,9 @@ def test_offsets_in_a_block_of_128_tokens_may_have_32_bits_and_its_first_token_m
     assert_wide_alone_holds(worker, "BlocksIn64Bits", "BlocksIn32Bits", "far_tokens", words)
 
 
-@pytest.mark.parametrize("lengths", ["130", "130+130", "130 packed=yes", "1+128+1 packed=yes"])
-def test_a_decode_that_knows_the_stride_of_tokens_alone_is_right_in_64_bits_and_wrong_in_32(lengths: str, worker: Worker) -> None:
-    assert_wide_alone_holds(worker, "OneStride", "OneStrideIn32Bits", "far_tokens", f"op=decode lengths={lengths}")
+def test_a_decode_that_knows_the_stride_of_tokens_alone_is_right_in_64_bits_and_wrong_in_32(worker: Worker) -> None:
+    for lengths in ["130", "130+130", "130 packed=yes", "1+128+1 packed=yes"]:
+        assert_wide_alone_holds(worker, "OneStride", "OneStrideIn32Bits", "far_tokens", f"op=decode lengths={lengths}")
 
 
 def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) -> None:
@@ -113,46 +113,39 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "far_heads inputs are not among offset, fused")
 
 
-@pytest.mark.parametrize(
-    "domain",
-    [
+@pytest.mark.slow
+def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette() -> None:
+    for domain in [
         Domain(length_step=64),
         Domain(longest=130, empty=False),
         ModuleDomain("causal_conv1d"),
         LayerDomain(),
         PoolDomain(trees=True),
         PoolDomain(rule=Domain(batched=False, backward=False), empty_first=False, apart=False),
-    ],
-    ids=lambda domain: f"{type(domain).__name__}-{domain.operation}",
-)
-@pytest.mark.slow_after_first
-def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(domain: Any) -> None:
-    law = book_of(domain).laws["strides"]
-    palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
-    far_ones = [example for example in sample(law.draw(domain), 3, 200) if example.variant == "far_tokens"]
-    fitted = [example for example in (palette.fit(law, domain, example) for example in far_ones) if example is not None]
-    assert len(far_ones) > 1
-    assert fitted
-    for example in (*far_ones, *fitted):
-        law.accept(example)
-        assert domain.outside(example.case) is None, example
-    assert all(getattr(example.case, "drafts", "chain") == "chain" for example in far_ones)  # a palette's entry may have trees
+    ]:
+        law = book_of(domain).laws["strides"]
+        palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
+        far_ones = [example for example in sample(law.draw(domain), 3, 200) if example.variant == "far_tokens"]
+        fitted = [example for example in (palette.fit(law, domain, example) for example in far_ones) if example is not None]
+        assert len(far_ones) > 1, domain
+        assert fitted, domain
+        for example in (*far_ones, *fitted):
+            law.accept(example)
+            assert domain.outside(example.case) is None, example
+        drafts = {getattr(example.case, "drafts", "chain") for example in far_ones}  # a palette's entry may have trees
+        assert drafts == {"chain"}, domain
 
 
-@pytest.mark.parametrize(
-    ("domain", "far_ones"),
-    [
+def test_of_short_sequences_only_slots_are_drawn_far_apart() -> None:
+    for domain, far_ones in [
         (Domain(longest=129), set()),
         (Domain(longest=195, length_step=65), {"far_tokens", "far_heads", "far_sequences"}),
         (ModuleDomain("l2norm", longest=129), set()),
         (PoolDomain(most_tokens=129), {"far_slots"}),
         (PoolDomain(), {"far_slots", "far_tokens", "far_heads"}),
-    ],
-)
-@pytest.mark.slow_after_first
-def test_of_short_sequences_only_slots_are_drawn_far_apart(domain: Any, far_ones: set[str]) -> None:
-    drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 3, 200)}
-    assert {variant for variant in drawn if variant.startswith("far")} == far_ones
+    ]:
+        drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 3, 200)}
+        assert {variant for variant in drawn if variant.startswith("far")} == far_ones, domain
 
 
 @pytest.mark.interpreted

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from oracles.flops import Flops, backward_flops, forward_flops, training_flops
 from oracles.layer import Layer
 from oracles.rule.gated_delta import definition, repeat_heads
+from tests.faults import not_refused
+
+pytestmark = pytest.mark.slow  # they change with the formula alone
 
 Formula = Callable[[Layer, int], Flops]
 Counts = dict[str, int]
@@ -255,12 +259,10 @@ def disagreements(layer: Layer, tokens: int, forward: Formula, backward: Formula
 @settings(max_examples=60)
 @given(layer=LAYERS, tokens=st.integers(0, 9))
 @example(layer=TELLING, tokens=7)
-@pytest.mark.slow
 def test_formula_is_the_count_of_every_term_forward_and_backward(layer: Layer, tokens: int) -> None:
     assert disagreements(layer, tokens, forward_flops, backward_flops) == []
 
 
-@pytest.mark.slow
 def test_every_term_is_counted() -> None:
     (by_torch, _), (by_numbers, _) = counted_by_torch(TELLING), counted_by_numbers(TELLING)
     terms = {field.name for field in dataclasses.fields(Flops)}
@@ -313,12 +315,11 @@ WRONG: dict[str, Callable[[Formula], Formula]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.slow_after_first
-def test_wrong_formula_is_rejected_forward_and_backward(wrong: str) -> None:
-    assert disagreements(TELLING, 7, forward_flops, backward_flops) == []
-    assert disagreements(TELLING, 7, WRONG[wrong](forward_flops), backward_flops)
-    assert disagreements(TELLING, 7, forward_flops, WRONG[wrong](backward_flops))
+def test_wrong_formula_is_rejected_forward_and_backward() -> None:
+    for wrong in WRONG:
+        assert disagreements(TELLING, 7, forward_flops, backward_flops) == [], wrong
+        assert disagreements(TELLING, 7, WRONG[wrong](forward_flops), backward_flops), wrong
+        assert disagreements(TELLING, 7, forward_flops, WRONG[wrong](backward_flops)), wrong
 
 
 def test_backward_is_neither_forward_nor_simply_twice_forward() -> None:
@@ -340,17 +341,11 @@ def test_sums_are_over_all_terms(layer: Layer, tokens: int) -> None:
     assert dataclasses.astuple(training_flops(layer, tokens)) == tuple(map(sum, zip(*ways, strict=True)))
 
 
-@pytest.mark.parametrize("formula", [forward_flops, backward_flops, training_flops])
-@pytest.mark.parametrize("tokens", [-1, 2.0, True, "7"])
-def test_illegal_token_counts_are_refused(formula: Callable[[Layer, object], Flops], tokens: object) -> None:
-    with pytest.raises(ValueError, match=f"^tokens must be a whole number from 0 up, got {tokens!r}$"):
-        formula(TELLING, tokens)
-
-
-@pytest.mark.parametrize("formula", [forward_flops, backward_flops, training_flops])
-def test_what_is_no_layer_is_refused(formula: Callable[[object, int], Flops]) -> None:
-    with pytest.raises(ValueError, match=r"^layer must be a Layer, got NoneType$"):
-        formula(None, 7)
+def test_what_is_no_count_of_tokens_and_no_layer_is_refused() -> None:
+    rows: list[tuple[Any, ...]] = [(None, 7, "^layer must be a Layer, got NoneType$")]
+    rows += [(TELLING, tokens, f"^tokens must be a whole number from 0 up, got {tokens!r}$") for tokens in (-1, 2.0, True, "7")]
+    for formula in (forward_flops, backward_flops, training_flops):
+        assert not_refused(formula, rows) == []
 
 
 # What is counted is the layer

@@ -43,9 +43,8 @@ def xml(cases: str) -> str:
     return f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
 
 
-@pytest.mark.parametrize(
-    ("judge", "good", "bad"),
-    [
+def test_a_judge_passes_what_is_good_and_nothing_else(done: Callable[..., Done]) -> None:
+    for judge, good, bad in [
         (
             gate.check,
             (0, laws({})),
@@ -91,16 +90,11 @@ def xml(cases: str) -> str:
                 (1, ""),
             ],
         ),
-    ],
-    ids=["check", "first verdict", "whole check", "steady", "compiled", "tests", "rates"],
-)
-def test_a_judge_passes_what_is_good_and_nothing_else(
-    judge: Callable[[Done], list[Row]], good: tuple[Any, ...], bad: list[tuple[Any, ...]], done: Callable[..., Done]
-) -> None:
-    assert {row.verdict for row in judge(done(*good))} == {PASSED}
-    for arguments in bad:
-        (gate.LOGS / "step.out").unlink(missing_ok=True)
-        assert FAILED in {row.verdict for row in judge(done(*arguments))}, arguments
+    ]:
+        assert {row.verdict for row in judge(done(*good))} == {PASSED}, judge
+        for arguments in bad:
+            (gate.LOGS / "step.out").unlink(missing_ok=True)
+            assert FAILED in {row.verdict for row in judge(done(*arguments))}, arguments
 
 
 def test_a_whole_check_that_takes_too_long_fails(done: Callable[..., Done]) -> None:
@@ -117,13 +111,13 @@ def test_cases_are_those_that_held_and_those_of_rates(done: Callable[..., Done])
     assert done(0, json.dumps({"exchange": {"cases": 30, "a_second": 1.0}, "parallel": {"cases": 4}, "seed": 0})).cases == 34
 
 
-@pytest.mark.parametrize("cards", [1, 2, 4])
-def test_every_step_is_named_once_and_sees_cards_that_are_there(cards: int) -> None:
-    lanes = [lane for stage in gate.lanes(cards) for lane in stage]
-    names = [step.name for _, steps in lanes for step in steps]
-    assert len(names) == len(set(names))
-    assert {int(card) for seen, _ in lanes for card in seen.split(",")} == set(range(cards))
-    assert (set(gate.DISTRIBUTED_STEPS) <= set(names)) is (cards > 1)
+def test_every_step_is_named_once_and_sees_cards_that_are_there() -> None:
+    for cards in [1, 2, 4]:
+        lanes = [lane for stage in gate.lanes(cards) for lane in stage]
+        names = [step.name for _, steps in lanes for step in steps]
+        assert len(names) == len(set(names)), cards
+        assert {int(card) for seen, _ in lanes for card in seen.split(",")} == set(range(cards)), cards
+        assert (set(gate.DISTRIBUTED_STEPS) <= set(names)) is (cards > 1), cards
 
 
 def test_every_file_with_a_test_for_gpus_is_run_by_the_gate() -> None:

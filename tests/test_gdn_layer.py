@@ -23,22 +23,17 @@ from verify.ranks.collectives import Alone, Place, simulate
 MESHES = [(1, False, 1), (2, False, 1), (2, True, 1), (4, True, 1), (1, False, 2), (1, False, 4), (2, False, 2), (2, True, 2)]
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.slow_after_first
-def test_layer_equals_the_oracle_on_every_mesh(name: str, mesh: tuple[int, bool, int]) -> None:
-    (tp, sp, cp), call = mesh, CALLS[name]
-    over, where = ratio(call, tp=tp, cp=cp, sp=sp)
-    assert over < 1.0, where
+@pytest.mark.slow
+def test_layer_equals_the_oracle_on_every_mesh() -> None:
+    for (tp, sp, cp), (name, call) in itertools.product(MESHES, CALLS.items()):
+        over, where = ratio(call, tp=tp, cp=cp, sp=sp)
+        assert over < 1.0, (name, tp, sp, cp, where)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mesh", [(1, False, 1), (2, True, 2)], ids=str)
-@pytest.mark.slow_after_first
-def test_half_precision_layer_equals_the_oracle(dtype: torch.dtype, mesh: tuple[int, bool, int]) -> None:
-    (tp, sp, cp), call = mesh, Call(dtype=dtype, seed=4)
-    over, where = ratio(call, tp=tp, cp=cp, sp=sp)
-    assert over < 1.0, where
+def test_half_precision_layer_equals_the_oracle() -> None:
+    for (tp, sp, cp), dtype in itertools.product([(1, False, 1), (2, True, 2)], [torch.bfloat16, torch.float16]):
+        over, where = ratio(Call(dtype=dtype, seed=4), tp=tp, cp=cp, sp=sp)
+        assert over < 1.0, (dtype, tp, sp, cp, where)
 
 
 @settings(max_examples=12)
@@ -106,22 +101,20 @@ def same_bits(one: list[Answer], two: list[Answer]) -> bool:
     )
 
 
-@pytest.mark.parametrize("choices", TORCH, ids=lambda choices: " ".join(str(value) for value in dataclasses.astuple(choices)))
-@pytest.mark.slow_after_first
-def test_every_choice_is_within_the_oracle_s_bound(choices: Choices) -> None:
-    for name in ("packed", "batched"):
-        over, where = ratio(CALLS[name], choices, 1, 2)
-        assert over < 1.0, (name, where)
+def test_every_choice_is_within_the_oracle_s_bound() -> None:
+    for choices in TORCH:
+        for name in ("packed", "batched"):
+            over, where = ratio(CALLS[name], choices, 1, 2)
+            assert over < 1.0, (name, where)
 
 
-@pytest.mark.parametrize("name", ["packed", "padded"])
-@pytest.mark.parametrize("mesh", [(1, False, 2), (1, False, 4), (2, True, 2)], ids=str)
-@pytest.mark.slow_after_first
-def test_fused_equals_per_sequence_bit_for_bit(name: str, mesh: tuple[int, bool, int]) -> None:
-    tp, sp, cp = mesh
-    fused, per_sequence = (answers(CALLS[name], Choices(thd_all_to_all=form), tp, cp, sp=sp) for form in ("fused", "per_sequence"))
-    assert same_bits(fused, per_sequence)
-    assert not same_bits(fused, answers(dataclasses.replace(CALLS[name], seed=9), Choices(), tp, cp, sp=sp))
+def test_fused_equals_per_sequence_bit_for_bit() -> None:
+    for (tp, sp, cp), name in itertools.product([(1, False, 2), (1, False, 4), (2, True, 2)], ["packed", "padded"]):
+        fused, per_sequence = (
+            answers(CALLS[name], Choices(thd_all_to_all=form), tp, cp, sp=sp) for form in ("fused", "per_sequence")
+        )
+        assert same_bits(fused, per_sequence), (name, tp, sp, cp)
+        assert not same_bits(fused, answers(dataclasses.replace(CALLS[name], seed=9), Choices(), tp, cp, sp=sp))
 
 
 def test_two_calls_give_the_same_bits() -> None:
@@ -150,16 +143,15 @@ def test_deterministic_layer_adds_nothing_by_index() -> None:
                 assert any("Index" in name and name != "IndexCopyBackward0" for name in names) == adds
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.slow_after_first
-def test_wrong_layer_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    owner, attribute, wrong, (tp, sp, cp), case = WRONG[name]
-    call = CALLS[case]
-    assert ratio(call, tp=tp, cp=cp, sp=sp)[0] < 1.0
-    monkeypatch.setattr(owner, attribute, wrong)
-    found = answers(call, tp=tp, cp=cp, sp=sp)
-    if name in TELLS_REPLICAS_APART:
-        with pytest.raises(ValueError, match=r"replicas of .* must be equal bit for bit"):
-            joined(call, found, sp=sp)
-    else:
-        assert worst(GDN_LAYER, limits(call), joined(call, found, sp=sp))[0] > 10.0
+def test_every_wrong_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (owner, attribute, wrong, (tp, sp, cp), case) in WRONG.items():
+        call = CALLS[case]
+        assert ratio(call, tp=tp, cp=cp, sp=sp)[0] < 1.0, name
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, wrong)
+            found = answers(call, tp=tp, cp=cp, sp=sp)
+            if name in TELLS_REPLICAS_APART:
+                with pytest.raises(ValueError, match=r"replicas of .* must be equal bit for bit"):
+                    joined(call, found, sp=sp)
+            else:
+                assert worst(GDN_LAYER, limits(call), joined(call, found, sp=sp))[0] > 10.0, name

@@ -1,5 +1,6 @@
 """The layer's exchange moves tokens and features where the oracle says, and sends what the design says and no more."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -55,11 +56,9 @@ def test_tagged_tokens_land_where_the_oracle_says(form: str, cp: int, lengths: l
     check_exchange([2 * cp * length for length in lengths], [cp * section for section in sections], cp, batch, form)
 
 
-@pytest.mark.parametrize("cp", [16, 64])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.slow_after_first
-def test_tagged_tokens_land_at_many_ranks(form: str, cp: int) -> None:
-    check_exchange([2 * cp, 0, 4 * cp], [cp, 2 * cp], cp, 1, form)
+def test_tagged_tokens_land_at_many_ranks() -> None:
+    for form, cp in itertools.product(FORMS, [16, 64]):
+        check_exchange([2 * cp, 0, 4 * cp], [cp, 2 * cp], cp, 1, form)
 
 
 def check_exchange(lengths: list[int], sections: list[int], cp: int, batch: int, form: str) -> None:
@@ -133,17 +132,16 @@ def test_exchange_refuses_what_does_not_fit(change: dict[str, list[int]], messag
 # What is sent
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("lengths", [(16,), (16, 0, 8, 24), (0, 8, 8, 8, 8)])
-def test_collectives_and_bytes_are_those_of_the_design(form: str, lengths: tuple[int, ...]) -> None:
-    call, cp = Call(lengths=lengths), 2
-    wide = sum(call.layer.sections.values())
-    calls = 1 + 1 if form == "fused" else sum(length > 0 for length in lengths) * (len(call.layer.sections) + 1)
-    sent_bytes = 4 * sum(lengths) // cp * (wide + call.layer.sections["v"]) * (cp - 1) // cp
-    for answer in answers(call, Choices(thd_all_to_all=form), 1, cp):
-        assert answer.traffic["cp"].calls == {"all_to_all": 2 * calls}, "backward mirrors"
-        assert answer.traffic["cp"].sent_bytes == {"all_to_all": 2 * sent_bytes}
-        assert not answer.traffic["tp"].calls
+def test_collectives_and_bytes_are_those_of_the_design() -> None:
+    for lengths, form in itertools.product([(16,), (16, 0, 8, 24), (0, 8, 8, 8, 8)], FORMS):
+        call, cp = Call(lengths=lengths), 2
+        wide = sum(call.layer.sections.values())
+        calls = 1 + 1 if form == "fused" else sum(length > 0 for length in lengths) * (len(call.layer.sections) + 1)
+        sent_bytes = 4 * sum(lengths) // cp * (wide + call.layer.sections["v"]) * (cp - 1) // cp
+        for answer in answers(call, Choices(thd_all_to_all=form), 1, cp):
+            assert answer.traffic["cp"].calls == {"all_to_all": 2 * calls}, "backward mirrors"
+            assert answer.traffic["cp"].sent_bytes == {"all_to_all": 2 * sent_bytes}, (lengths, form)
+            assert not answer.traffic["tp"].calls, (lengths, form)
 
 
 def test_batched_layer_exchanges_once_each_way() -> None:

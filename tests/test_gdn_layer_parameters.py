@@ -1,4 +1,4 @@
-"""The layer's parameters are cut, loaded, saved and given gradients as the oracle says."""
+"""The layer's parameters are cut, loaded, saved and differentiated as the oracle says."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_metadata_are_the_oracle_s(mesh: Mesh, bias: object, groups: int) -> Non
 
 @pytest.mark.parametrize("after", [(1, 1), (2, 2), (1, 4), (4, 1)])
 def test_resharded_checkpoint_is_exact(after: tuple[int, int]) -> None:
-    """Tagged weights from (2, 2) to another mesh: every rank holds what it would have been given of the whole."""
+    """Tagged weights from (2, 2) to another mesh: every rank holds the part of the whole that it would get at once."""
     call = Call()
     whole = {name: torch.arange(weight.numel()).view(weight.shape).float() for name, weight in call.weights().items()}
 

@@ -225,20 +225,17 @@ def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> N
             assert outcome.verdict is (Verdict.BLIND if blind else Verdict.HOLDS), (variant, outcome)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_histories_that_a_domain_does_not_promise_are_blind() -> None:
+    for line, reason in [
         ("law=history variant=turns adapter={here}:OneEngine op=serving trace=p:a1", "the domain has together=False"),
         ("law=history variant=refill adapter={here}:OneEngine op=serving trace=p:a1", "the domain has refills=False"),
         ("law=history variant=streams adapter={here}:OneStream lengths=4", "the domain has streams=False"),
         ("law=history variant=streams adapter={here}:Chunkwise lengths=4", "streams need a GPU"),
         ("law=history variant=streams adapter=tests/right.py:Gathered op=decode lengths=1", "streams need a GPU"),
         ("law=earlier variant=refused adapter={here}:Accepts lengths=4 heads=2 value_heads=2 cp=2", "the domain has refuses=False"),
-    ],
-)
-def test_histories_that_a_domain_does_not_promise_are_blind(line: str, reason: str) -> None:
-    outcome = outcome_of(line.format(here=HERE))
-    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, reason)
+    ]:
+        outcome = outcome_of(line.format(here=HERE))
+        assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, reason), line
 
 
 class OneStream(Chunkwise):
@@ -345,23 +342,21 @@ def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_af
     benches._two_streams.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "x", [torch.tensor([0, 3, 5]), torch.randn(2, 3, 4), torch.zeros(0, 3), torch.ones(1, dtype=torch.bfloat16)]
-)
-def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone(x: Tensor) -> None:
-    place = addresses.Place(x)
-    first = place.put(x)
-    address = first.data_ptr()
-    assert torch.equal(first, x)
-    assert address % addresses.ALIGNMENT == 0
-    second = place.put(x + 1)
-    assert torch.equal(first, x)
-    assert second.data_ptr() != address or not x.numel()
-    del first, second
-    again = place.put(x + 2)
-    assert torch.equal(again, x + 2)
-    assert again.shape == x.shape
-    assert again._version == 0
+def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None:
+    for x in [torch.tensor([0, 3, 5]), torch.randn(2, 3, 4), torch.zeros(0, 3), torch.ones(1, dtype=torch.bfloat16)]:
+        place = addresses.Place(x)
+        first = place.put(x)
+        address = first.data_ptr()
+        assert torch.equal(first, x), x
+        assert address % addresses.ALIGNMENT == 0, x
+        second = place.put(x + 1)
+        assert torch.equal(first, x), x
+        assert second.data_ptr() != address or not x.numel(), x
+        del first, second
+        again = place.put(x + 2)
+        assert torch.equal(again, x + 2), x
+        assert again.shape == x.shape, x
+        assert again._version == 0, x
 
 
 def test_memory_that_only_a_view_holds_is_not_given_again() -> None:

@@ -1,4 +1,4 @@
-"""Illegal input of pools, layers, paths and traces: our contract refuses all of it, and what an implementation does is told apart.
+"""Illegal input of pools, layers, paths and traces: our contract refuses all of it, and what an implementation does is reported.
 
 The illegal inputs of rules and modules are in tests/test_refusals.py and tests/test_modules.py.
 """
@@ -132,7 +132,7 @@ OPTIONS: dict[str, Any] = {"options": (("mode", ("fast", "slow")),)}
     ids=lambda domain: domain.operation,
 )
 @pytest.mark.slow_after_first
-def test_probe_tells_refusing_from_silent(domain: Any) -> None:
+def test_probe_distinguishes_refusing_from_silent(domain: Any) -> None:
     for kind, did in ((Refuses, "refuses (TypeError)"), (Silent, "returns numbers without an error")):
         adapter = kind()
         adapter.domain = domain
@@ -160,9 +160,8 @@ class Path(PathAdapter):
         return x.hidden
 
 
-@pytest.mark.parametrize(
-    ("does", "did"),
-    [
+def test_probe_reports_what_each_rank_does() -> None:
+    for does, did in [
         (("silent", "silent"), "returns numbers without an error"),
         (("refuse", "refuse"), "refuses (TypeError)"),
         (("late", "late"), "refuses (TypeError)"),
@@ -170,12 +169,10 @@ class Path(PathAdapter):
         (("refuse", "wait"), "refuses (TypeError) on rank 0, waits for a rank that has raised an error on rank 1"),
         (("gather", "wait"), "calls other collectives than the other ranks"),
         (("silent", "wait"), "returns numbers without an error on rank 0, calls other collectives than the other ranks on rank 1"),
-    ],
-)
-def test_probe_tells_what_each_rank_does(does: tuple[str, str], did: str) -> None:
-    adapter = Path()
-    adapter.does = does
-    assert probe(adapter, "tokens that cp does not divide") == did
+    ]:
+        adapter = Path()
+        adapter.does = does
+        assert probe(adapter, "tokens that cp does not divide") == did, does
 
 
 def test_ranks_get_what_is_wrong_and_only_the_longer_ones_a_token_more() -> None:
@@ -311,7 +308,7 @@ class Fails(TraceAdapter):
         raise TypeError("not like this")
 
 
-def test_probe_tells_what_an_engine_does() -> None:
+def test_probe_reports_what_an_engine_does() -> None:
     names = book_named("traces").illegal.names("serving")
     assert {probe(Silently(), name) for name in names} == {"returns numbers without an error"}
     assert {probe(Fails(), name) for name in names} == {"not run: the legal events before it fail (TypeError)"}

@@ -1,6 +1,7 @@
 """The judge sees every row and every bit, and says in words where two tensors part."""
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,7 @@ def only(judgement: Judgement) -> Finding:
     return finding
 
 
-def test_row_inside_its_bound_is_no_finding_and_its_ratio_is_told() -> None:
+def test_row_inside_its_bound_is_no_finding_and_has_a_ratio() -> None:
     want = torch.zeros(1, 5, 2, 3)
     got = want.clone()
     got[0, 1, 1] = torch.tensor([0.3, 0.0, 0.0])
@@ -95,23 +96,22 @@ def test_what_is_changed_after_it_was_returned_is_a_finding(change: str, *, exac
     assert "was changed after the call had returned it" in finding.what
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0])
-@pytest.mark.parametrize("exact", [True, False])
-def test_what_stays_wrong_was_not_changed(bad: float, *, exact: bool) -> None:
+def test_what_stays_wrong_was_not_changed() -> None:
     want = torch.zeros(1, 5, 2, 3)
-    finding = only(judge([("o", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
-    assert finding.kind is not FailureKind.INPUT_CHANGED
+    for exact, bad in itertools.product([True, False], [math.nan, math.inf, 2.0]):
+        finding = only(judge([("o", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
+        assert finding.kind is not FailureKind.INPUT_CHANGED, (exact, bad)
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_truth_or_a_bound_that_is_not_finite_is_our_failure(broken: float) -> None:
-    value, allowed = torch.zeros(2, 3), torch.ones(2)
-    value[1, 2] = broken
-    with pytest.raises(ArithmeticError, match="the truth of o"):
-        judge([("o", value.nan_to_num(), Bound(value.double(), allowed.double()))], PACKED)
-    allowed[0] = abs(broken)
-    with pytest.raises(ArithmeticError, match="the truth of o"):
-        judge([("o", torch.zeros(2, 3), Bound(torch.zeros(2, 3).double(), allowed.double()))], PACKED)
+def test_a_truth_or_a_bound_that_is_not_finite_is_our_failure() -> None:
+    for broken in [math.nan, math.inf, -math.inf]:
+        value, allowed = torch.zeros(2, 3), torch.ones(2)
+        value[1, 2] = broken
+        with pytest.raises(ArithmeticError, match="the truth of o"):
+            judge([("o", value.nan_to_num(), Bound(value.double(), allowed.double()))], PACKED)
+        allowed[0] = abs(broken)
+        with pytest.raises(ArithmeticError, match="the truth of o"):
+            judge([("o", torch.zeros(2, 3), Bound(torch.zeros(2, 3).double(), allowed.double()))], PACKED)
 
 
 def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
@@ -128,7 +128,7 @@ def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
     assert finding.want == (0.0,) * 4
 
 
-def test_first_and_worst_row_are_told_apart() -> None:
+def test_first_and_worst_row_are_both_named() -> None:
     want = torch.zeros(2, 4, 2, 1)
     got = want.clone()
     got[0, 2, 1], got[1, 3, 0], got[1, 3, 1] = 1.0, 3.0, 2.0
@@ -148,45 +148,41 @@ def test_worst_is_by_error_over_allowance_and_not_by_error() -> None:
     assert finding.first == "token 1, head 0"
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("scalar", [False, True])
-def test_what_is_not_finite_is_over_every_bound(bad: float, *, scalar: bool) -> None:
-    want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
-    got = want.clone()
-    got[(0, 3, 1) if scalar else (0, 3, 1, 2)] = bad
-    judgement = judge([("dg" if scalar else "o", got, bound(want, 1e300, scalar=scalar))], PACKED)
-    finding = only(judgement)
-    assert finding.what == "is not finite"
-    assert finding.worst == "sequence 3, token 0, head 1"
-    assert finding.rows_over == 1
-    assert judgement.ratios == {"dg" if scalar else "o": math.inf}
+def test_what_is_not_finite_is_over_every_bound() -> None:
+    for scalar, bad in itertools.product([False, True], [math.nan, math.inf, -math.inf]):
+        want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
+        got = want.clone()
+        got[(0, 3, 1) if scalar else (0, 3, 1, 2)] = bad
+        judgement = judge([("dg" if scalar else "o", got, bound(want, 1e300, scalar=scalar))], PACKED)
+        finding = only(judgement)
+        assert finding.what == "is not finite", (scalar, bad)
+        assert finding.worst == "sequence 3, token 0, head 1", (scalar, bad)
+        assert finding.rows_over == 1, (scalar, bad)
+        assert judgement.ratios == {"dg" if scalar else "o": math.inf}, (scalar, bad)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "truth", "got", "right"),
-    [
-        (torch.float16, -75_682.8, -math.inf, True),
-        (torch.float16, 65_520.0, math.inf, True),
-        (torch.float16, 65_470.0, math.inf, True),  # within the tolerance of 65,520, which rounds to infinity
-        (torch.float16, 65_410.0, math.inf, False),
-        (torch.float16, 75_682.8, 65_504.0, False),
-        (torch.float16, 75_682.8, -math.inf, False),
-        (torch.float16, 75_682.8, math.nan, False),
-        (torch.float16, 40_000.0, math.inf, False),
-        (torch.float32, 75_682.8, math.inf, False),
-        (torch.bfloat16, 75_682.8, math.inf, False),
-    ],
-)
-@pytest.mark.parametrize("scalar", [False, True])
-def test_a_truth_beyond_the_range_of_a_dtype_rounds_to_infinity(
-    dtype: torch.dtype, truth: float, got: float, *, right: bool, scalar: bool
-) -> None:
-    want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
-    place = (0, 3, 1) if scalar else (0, 3, 1, 2)
-    value, limit = want.to(dtype), bound(want, 100.0, scalar=scalar)
-    value[place], limit.value[place] = got, truth
-    judgement = judge([("dg" if scalar else "o", value, limit)], PACKED)
-    assert not judgement.findings if right else only(judgement).rows_over == 1
+def test_a_truth_beyond_the_range_of_a_dtype_rounds_to_infinity() -> None:
+    for scalar, (dtype, truth, got, right) in itertools.product(
+        [False, True],
+        [
+            (torch.float16, -75_682.8, -math.inf, True),
+            (torch.float16, 65_520.0, math.inf, True),
+            (torch.float16, 65_470.0, math.inf, True),  # within the tolerance of 65,520, which rounds to infinity
+            (torch.float16, 65_410.0, math.inf, False),
+            (torch.float16, 75_682.8, 65_504.0, False),
+            (torch.float16, 75_682.8, -math.inf, False),
+            (torch.float16, 75_682.8, math.nan, False),
+            (torch.float16, 40_000.0, math.inf, False),
+            (torch.float32, 75_682.8, math.inf, False),
+            (torch.bfloat16, 75_682.8, math.inf, False),
+        ],
+    ):
+        want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
+        place = (0, 3, 1) if scalar else (0, 3, 1, 2)
+        value, limit = want.to(dtype), bound(want, 100.0, scalar=scalar)
+        value[place], limit.value[place] = got, truth
+        judgement = judge([("dg" if scalar else "o", value, limit)], PACKED)
+        assert not judgement.findings if right else only(judgement).rows_over == 1, (scalar, dtype)
 
 
 def test_a_right_infinity_hides_nothing_beside_it() -> None:
@@ -263,9 +259,8 @@ def test_ratios_keep_the_worst_of_every_name() -> None:
     assert judge(pairs, Case((1,))).ratios == {"o": pytest.approx(0.8)}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "index", "words"),
-    [
+def test_place_in_words() -> None:
+    for name, shape, index, words in [
         ("o", (1, 5, 2), (0, 0, 1), "sequence 1, token 0, head 1"),
         ("o", (1, 5, 2), (0, 3, 0), "sequence 3, token 0, head 0"),
         ("dg", (1, 5, 2), (0, 4, 0), "sequence 3, token 1, head 0"),
@@ -275,11 +270,9 @@ def test_ratios_keep_the_worst_of_every_name() -> None:
         ("dh0", (5, 2, 8, 8), (2, 0, 3, 1), "sequence 2, head 0, key row 3, channel 1"),
         ("o of the other sequences", (2, 2, 8), (1, 0, 3), "index 1, 0, 3"),
         ("bytes of input v", (64,), (63,), "index 63"),
-    ],
-)
-def test_place_in_words(name: str, shape: tuple[int, ...], index: tuple[int, ...], words: str) -> None:
-    flat = int(torch.arange(math.prod(shape)).reshape(shape)[index])
-    assert where(name, flat, torch.Size(shape), PACKED) == words
+    ]:
+        flat = int(torch.arange(math.prod(shape)).reshape(shape)[index])
+        assert where(name, flat, torch.Size(shape), PACKED) == words, name
 
 
 def test_place_of_a_single_sequence_names_no_sequence() -> None:

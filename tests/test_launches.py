@@ -1,4 +1,4 @@
-"""Launches: the first kernel that makes other numbers of the same ones is told, and those that only pass them on are not."""
+"""Launches: the first kernel that makes other numbers of the same ones is named, and those that only pass them on are not."""
 
 import itertools
 import json
@@ -38,14 +38,12 @@ def call(*wrong: str, value: float = 1.0) -> list[Launch]:
     return launches
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"), [((), []), (("scores",), ["launch 1, scores"]), (("gate", "output"), ["launch 0, gate"])]
-)
-def test_the_launch_that_parts_is_told(wrong: tuple[str, ...], told: list[str]) -> None:
-    for apart in (0.0, APART):
-        found = list(parted(call(*wrong), call(), apart))
-        assert [line.partition(" num_warps")[0] for line in found] == told
-    assert all(line.endswith(" num_warps=4 beside the same: y by 0.1 of its norm") for line in found)
+def test_the_launch_that_parts_is_named() -> None:
+    for wrong, names in [((), []), (("scores",), ["launch 1, scores"]), (("gate", "output"), ["launch 0, gate"])]:
+        for apart in (0.0, APART):
+            found = list(parted(call(*wrong), call(), apart))
+            assert [line.partition(" num_warps")[0] for line in found] == names, wrong
+        assert all(line.endswith(" num_warps=4 beside the same: y by 0.1 of its norm") for line in found), wrong
 
 
 def test_what_rounding_makes_is_no_launch_at_fault() -> None:
@@ -64,8 +62,8 @@ def test_another_kernel_ends_the_comparison() -> None:
 def test_numbers_that_are_none_lie_apart_from_numbers_and_not_from_each_other() -> None:
     one, other = call(), call()
     one[2].wrote["y"][0] = torch.nan
-    (told,) = parted(one, other, APART)
-    assert told.endswith("y by inf of its norm")
+    (line,) = parted(one, other, APART)
+    assert line.endswith("y by inf of its norm")
     assert [distance(torch.tensor([1.0, x]), torch.tensor([1.0, x])) for x in (torch.nan, torch.inf)] == [0.0, 0.0]
     assert distance(torch.tensor([torch.inf]), torch.tensor([-torch.inf])) == math.inf
     assert math.isclose(distance(torch.tensor([3.0, torch.nan]), torch.tensor([2.0, torch.nan])), 0.5)
@@ -81,18 +79,18 @@ def test_who_reads_what_is_none_is_not_at_fault() -> None:
     assert list(parted(one, other, APART)) == []
 
 
-def test_more_launches_than_the_other_has_are_told() -> None:
+def test_more_launches_than_the_other_has_are_reported() -> None:
     assert list(parted(call(), call()[:2], 0.0)) == ["3 launches here, 2 there"]
 
 
-def test_a_launch_that_leaves_alone_what_it_should_write_is_told() -> None:
+def test_a_launch_that_leaves_alone_what_it_should_write_is_reported() -> None:
     one, other = call(), call()
     left = torch.full((4,), torch.nan)
     for sequence, wrote in ((one, True), (other, False)):
         sequence[1].read["y"] = left
         sequence[1].wrote = {"y": sequence[1].wrote["y"]} if wrote else {}
-    (told,) = parted(one, other, 0.0)
-    assert told.startswith("launch 1, scores")
+    (line,) = parted(one, other, 0.0)
+    assert line.startswith("launch 1, scores")
 
 
 def test_a_launch_that_adds_to_what_it_was_given_only_passes_it_on() -> None:
@@ -100,8 +98,8 @@ def test_a_launch_that_adds_to_what_it_was_given_only_passes_it_on() -> None:
     for sequence in (one, other):
         before = sequence[1].wrote["y"]
         sequence[2] = Launch("output", {}, {"y": before}, {"y": before + 1.0})
-    (told,) = parted(one, other, 0.0)
-    assert told.startswith("launch 1, scores")
+    (line,) = parted(one, other, 0.0)
+    assert line.startswith("launch 1, scores")
 
 
 def test_who_is_compared() -> None:
@@ -155,7 +153,7 @@ class Unfit(Exception):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """What is told of calls of an adapter in a process whose kernels are called as above."""
+    """The report on calls of an adapter in a process whose kernels are called as above."""
 
     def plain(kernel: Kernel, x: Tensor, y: Tensor, **named: Any) -> None:
         y.copy_(x * kernel.configured(named["num_warps"]))
@@ -164,21 +162,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
     line = LINE.replace(" device=cuda tune=1,solve:num_warps=2", "")
 
-    def told(kernel: Kernel, warps: Iterable[int], calls: int = 2) -> dict[str, Any]:
+    def report(kernel: Kernel, warps: Iterable[int], calls: int = 2) -> dict[str, Any]:
         monkeypatch.setattr(launches, "adapter_of", lambda spec: Calls(kernel, warps))
         report = answer(Launches(line, calls, []).to_json())
         assert JITFunction.run is plain, "nothing is recorded after"
         return report
 
-    return told
+    return report
 
 
 def test_launches_are_compared_with_those_of_the_first_call(launched: Callable[..., dict[str, Any]]) -> None:
     """Each call is made twice, and compared once it is compiled."""
     assert launched(Kernel(), itertools.repeat(4)) == {"launches": 1, "kernels": 1, "found": [], "left": [], "spent": False}
     report = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [8, 4, 8, 8, 4, 4], calls=3)
-    (told,) = report["found"]
-    assert told == "called again: launch 0, doubles num_warps=4 beside doubles num_warps=8: y by 0.333 of its norm"
+    (line,) = report["found"]
+    assert line == "called again: launch 0, doubles num_warps=4 beside doubles num_warps=8: y by 0.333 of its norm"
 
 
 def test_a_configuration_that_does_not_fit_is_not_one_that_stands_out(launched: Callable[..., dict[str, Any]]) -> None:
@@ -212,7 +210,7 @@ def test_the_launch_that_takes_the_device_away_is_named(
     assert report["left"] == ["called again"]
 
 
-def test_a_call_that_raises_is_told_and_the_others_are_made(launched: Callable[..., dict[str, Any]]) -> None:
+def test_a_call_that_raises_is_reported_and_the_others_are_made(launched: Callable[..., dict[str, Any]]) -> None:
     def raises(warps: int) -> float:
         if warps == 8:
             raise IndexError("block 7")
@@ -251,27 +249,7 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
     assert report == {"reason": "out of memory, with the tensors of every launch kept: CUDA out of memory with 4 warps"}
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line with device=cuda, got device=cpu"),
-        ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
-        (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must have lengths"),
-        ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more without --beside, got 1"),
-        ([LINE], exits.UNDECIDED, "the line has device=cuda, but torch sees no GPU"),
-    ],
-)
-def test_what_it_needs(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if code == exits.UNDECIDED and devices.gpus():
-        pytest.skip("is about hosts without a GPU")
-    assert cli.main(["launches", *words]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"gdn-verify: {message}")
-    assert len(err.splitlines()) == 1
-
-
-def test_a_path_has_no_launches_to_tell() -> None:
+def test_a_path_has_no_launches_to_report() -> None:
     line = "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no"
     report = answer(Launches(line, 2, []).to_json())
     assert "launches are compared for kernels on one process" in report["error"]

@@ -18,6 +18,7 @@ from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain
 from properties.layers.laws import LAYER_LAWS
 from properties.words.example import Example
+from tests.faults import different, not_refused
 from tests.kills import Fewer, Kill, assert_killed_alone, rows, small_ones
 from verify.bench.adapter_bench import AdapterBench
 from verify.engine.check import Check
@@ -190,9 +191,9 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
     assert LayerDomain.from_json(json.loads(json.dumps(domain.to_json()))) == domain
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
+def test_domain_says_why_a_case_is_outside() -> None:
+    plain = {"lengths": "2", "dtype": "bf16", "backward": "no"}
+    for words, reason in [
         ("dtype=fp32", "dtype=fp32 is not among bf16"),
         ("value_dim=16", "key_dim and value_dim must be equal"),
         ("value_heads=2", "heads and value_heads must be equal"),
@@ -204,49 +205,39 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
         ("eps=1e-5", "eps=1e-5 is not among 1e-6"),
         ("cached=yes", "cached=yes is not supported"),
         ("backward=yes", "backward=yes is not supported"),
-    ],
-)
-def test_domain_says_why_a_case_is_outside(words: str, reason: str) -> None:
-    plain = {"lengths": "2", "dtype": "bf16", "backward": "no"}
-    assert NARROW.outside(LayerCase.parse(" ".join(f"{name}={value}" for name, value in plain.items()))) is None
-    name, _, value = words.partition("=")
-    case = LayerCase.parse(" ".join(f"{name}={value}" for name, value in {**plain, name: value}.items()))
-    assert NARROW.outside(case) == reason
-    assert LayerDomain().outside(case) is None
+    ]:
+        assert NARROW.outside(LayerCase.parse(" ".join(f"{name}={value}" for name, value in plain.items()))) is None, words
+        name, _, value = words.partition("=")
+        case = LayerCase.parse(" ".join(f"{name}={value}" for name, value in {**plain, name: value}.items()))
+        assert NARROW.outside(case) == reason, words
+        assert LayerDomain().outside(case) is None, words
 
 
-@pytest.mark.parametrize(
-    ("domain", "line", "reason"),
-    [
+def test_domain_of_training_says_why() -> None:
+    rows = [
         (TRAINING, "lengths=2", "packed=no is not supported"),
         (TRAINING, "lengths=2 packed=yes offsets=int64", "offsets=int64 is not among int32"),
         (TRAINING, "lengths=0 packed=yes", "a call without tokens is not supported"),
         (TRAINING, "lengths=1 packed=yes cached=yes offsets=int32", "backward=yes with cached=yes is not supported"),
-    ],
-)
-def test_domain_of_training_says_why(domain: LayerDomain, line: str, reason: str) -> None:
-    assert domain.outside(LayerCase.parse(line)) == reason
+    ]
+    assert different(lambda domain, line: domain.outside(LayerCase.parse(line)), rows) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_domain_refuses_what_it_cannot_be() -> None:
+    rows = [
         ({"operation": "conv"}, "operation must be one of gdn_layer, kda_layer, got 'conv'"),
         ({"dtypes": ()}, r"dtypes must be a tuple of some of fp32, bf16, fp16, got \(\)"),
         ({"eps": ("1e-4",)}, r"eps must be a tuple of some of 1e-6, 1e-5, got \('1e-4',\)"),
         ({"widths": (0,)}, r"widths must be a tuple of whole numbers in 1..1024, got \(0,\)"),
         ({"packed": False, "batched": False}, "packed or batched must be True, got neither"),
-    ],
-)
-def test_domain_refuses_what_it_cannot_be(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerDomain(**wrong)
+    ]
+    assert not_refused(lambda wrong: LayerDomain(**wrong), rows) == []
 
 
 # The bench
 
 
-def test_states_that_are_not_asked_for_are_not_compared_and_those_asked_for_are() -> None:
+def test_only_states_that_a_call_returns_are_compared() -> None:
     case = LayerCase((2,), seed=1)
     names = set(AdapterBench(base.Layered(), None, case).run(case.inputs(), case.cotangents()))
     assert {name for name in names if not name.startswith("d")} == {"y"}
@@ -291,8 +282,8 @@ def test_right_layer_holds_under_every_law(worker: Worker, tmp_path_factory: pyt
 @pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent", "fla/kda_layer", "fla/kda_layer_recurrent"])
 @pytest.mark.slow
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
-    with small_ones(small), Check(Settings(spec, asked, Fewer("few", 1, large=False), 7), [worker], store) as check:
+    store, laws = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
+    with small_ones(small), Check(Settings(spec, laws, Fewer("few", 1, large=False), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run for report in reports if report.verdict is Verdict.BROKEN} == {}
 

@@ -35,7 +35,7 @@ FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / 
 
 
 @functools.cache
-def told(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
+def parsed(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
     """The imports and CALLS of a file, and what of it is for types alone: all that these tests look at, found in one walk."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree) if SOME_CALL.search(source) else statements(tree))
@@ -78,7 +78,7 @@ def called(node: ast.AST) -> str:
 def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
     """The imports of a file that go up the house, or to a library that its floor does without."""
     folder, wrong = path.parts[0], []
-    for line, name in imports(told(source)[0], path):
+    for line, name in imports(parsed(source)[0], path):
         top = name.partition(".")[0]
         if top in FLOORS:
             if top not in ALLOWED[folder]:
@@ -92,7 +92,7 @@ def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
 
 def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
     """Calls that would run data as code: pickle, marshal, eval, exec, torch.load."""
-    found, (nodes, _) = [], told(source)
+    found, (nodes, _) = [], parsed(source)
     for node in nodes:
         if isinstance(node, ast.Call):
             owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
@@ -125,7 +125,7 @@ def names_of_modules() -> dict[str, pathlib.Path]:
 
 def arrows(source: str, path: pathlib.Path, names: Collection[str]) -> set[str]:
     """The modules of ours that a file imports when it runs; what is imported for types alone is none."""
-    (nodes, for_types), found = told(source), set[str]()
+    (nodes, for_types), found = parsed(source), set[str]()
     for node in nodes:
         if node in for_types or not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -189,9 +189,8 @@ def test_every_floor_has_files_and_what_is_installed_has_types() -> None:
     assert [folder for folder in LIBRARIES if not (ROOT / folder / "py.typed").exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+def test_planted_wrong_import_is_seen() -> None:
+    for path, source in [
         ("oracles/x.py", "import properties.laws.law"),
         ("oracles/x.py", "from verify.execution.judge import Finding"),
         ("oracles/x.py", "def f():\n    from tests import right"),
@@ -205,15 +204,12 @@ def test_every_floor_has_files_and_what_is_installed_has_types() -> None:
         ("verify/x.py", "import transformers"),
         ("verify/x.py", "import benchmarks.speed"),
         ("benchmarks/x.py", "from tests import right"),
-    ],
-)
-def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
-    assert wrong_imports(source, pathlib.Path(path)), source
+    ]:
+        assert wrong_imports(source, pathlib.Path(path)), source
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+def test_right_import_is_let_pass() -> None:
+    for path, source in [
         (
             "verify/x.py",
             "from properties.rules.case import Case\nfrom properties import laws\nfrom . import judge\nimport os, torch",
@@ -221,21 +217,22 @@ def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
         ("verify/adapters/x.py", "from ..base import Adapter\nimport fla, transformers"),
         ("tests/x.py", "import verify, tests.right, transformers"),
         ("tests/x.py", "from benchmarks import records"),
-    ],
-)
-def test_right_import_is_let_pass(path: str, source: str) -> None:
-    assert wrong_imports(source, pathlib.Path(path)) == []
+    ]:
+        assert wrong_imports(source, pathlib.Path(path)) == [], path
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["import pickle", "from marshal import loads", "import torch\ntorch.load('x')", "eval('1')", "def f(s):\n    exec(s)"],
-)
-def test_planted_way_to_run_data_is_seen(source: str) -> None:
-    assert forbidden_calls(source, pathlib.Path("verify/x.py")), source
+def test_planted_way_to_run_data_is_seen() -> None:
+    for source in [
+        "import pickle",
+        "from marshal import loads",
+        "import torch\ntorch.load('x')",
+        "eval('1')",
+        "def f(s):\n    exec(s)",
+    ]:
+        assert forbidden_calls(source, pathlib.Path("verify/x.py")), source
 
 
-def test_plugin_imports_nothing_heavy_until_asked() -> None:
+def test_plugin_imports_nothing_heavy_until_it_is_used() -> None:
     path = ROOT / "verify" / "cli" / "pytest_plugin.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -12,6 +12,7 @@ from properties.rules.case import Case
 from properties.rules.laws import LAWS
 from properties.words.example import Example
 from tests import right
+from tests.faults import different
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.places import where
 from verify.execution.judge import judge
@@ -45,9 +46,9 @@ def test_a_factor_of_two_is_exact_of_a_right_implementation() -> None:
     assert broken("cotangents", None) == set()
 
 
-@pytest.mark.parametrize(("amount", "found"), [(1e-40, set()), (2.0**-110, set()), (2.0**-90, {"o"}), (1e-3, {"o"})])
-def test_what_subnormal_numbers_may_have_gone_into_is_left_out(amount: float, found: set[str]) -> None:
-    assert broken("values", amount) == found
+def test_what_subnormal_numbers_may_have_gone_into_is_left_out() -> None:
+    rows = [(1e-40, set()), (2.0**-110, set()), (2.0**-90, {"o"}), (1e-3, {"o"})]
+    assert different(lambda amount: broken("values", amount), rows) == []
 
 
 class Leaks(right.Recurrent):
@@ -72,7 +73,7 @@ def test_zero_cotangents_give_zeros_however_small_what_else_they_give() -> None:
     assert findings(Leaks()) == ["dq"]
 
 
-def test_a_convolution_that_returns_no_state_is_not_asked_to_go_on_from_it() -> None:
+def test_a_convolution_that_returns_no_state_need_not_go_on_from_it() -> None:
     """A palette gives cases the words of others: the law's own draw returns states."""
     law = MODULE_LAWS["recurrent"]
     line = "lengths=5 op=causal_conv1d width=4 conv_width=3 state=random backward=no"
