@@ -224,7 +224,7 @@ def test_a_pool_has_no_use_for_words_about_other_states() -> None:
 
 @pytest.mark.slow
 def test_modules_and_traces() -> None:
-    module = ModuleDomain(fixed_widths=(24, 100), offsets=("int32",), largest_values="scaled", long=1030)
+    module = ModuleDomain(fixed_widths=(24, 100), offsets=("int32",), largest_values="scaled", drawing=Drawing(long=1030))
     for law in book_of(module).laws.values():
         if "causal_conv1d" in (law.about or ("causal_conv1d",)) and law.needs(module) is None:
             for example in sample(law.draw(module), 3, 8):

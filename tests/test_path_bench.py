@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from properties.paths.case import ParallelCase
 from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
 from properties.paths.laws import PATH_LAWS
+from properties.words.domain import Drawing
 from properties.words.example import Example
 from verify.adapters.base import PathAdapter
 from verify.bench.path_bench import RankBench
@@ -192,7 +193,14 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
     "domain",
     [
         dataclasses.replace(DOMAIN, ranks=2),
-        PathDomain("gated_delta_rule", ranks=2, layouts=("contiguous", "zigzag_batch"), padded=False, batched=False, chunk=16),
+        PathDomain(
+            "gated_delta_rule",
+            ranks=2,
+            layouts=("contiguous", "zigzag_batch"),
+            padded=False,
+            batched=False,
+            drawing=Drawing(chunk=16),
+        ),
     ],
     ids=["a layer", "a rule"],
 )

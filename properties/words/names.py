@@ -33,8 +33,9 @@ def known_fields(kind: type[T]) -> type[T]:
     @functools.wraps(plain)
     def checked(self: Any, *values: Any, **fields: Any) -> None:
         if unknown := next((name for name in fields if name not in names), None):
-            near = did_you_mean(unknown, names)
-            raise TypeError(f"{kind.__name__} has no field {unknown!r}{near}; there are {', '.join(names)}")
+            of_users = [name for name in names if name != "drawing"]  # which a check sets
+            near = did_you_mean(unknown, of_users)
+            raise TypeError(f"{kind.__name__} has no field {unknown!r}{near}; there are {', '.join(of_users)}")
         plain(self, *values, **fields)
         if odd := next((name for name in flags if not isinstance(getattr(self, name), bool)), None):
             raise ValueError(f"{odd} must be True or False, got {getattr(self, odd)!r}")

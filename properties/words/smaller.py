@@ -30,8 +30,9 @@ class Smaller:
 
     @property
     def simplest(self) -> dict[str, tuple[Any, ...]]:
-        """The values to try for each option."""
-        return {name: word.simplest for name, word in self.case.WORDS.items() if word.simplest}
+        """The values to try for each option. Last come words that change the size of every error: dtypes, then numbers."""
+        words = {name: word.simplest for name, word in self.case.WORDS.items() if word.simplest}
+        return dict(sorted(words.items(), key=lambda word: (type(word[1][0]) is int, word[0] in ("backward", "dtype"))))
 
 
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))

@@ -39,25 +39,12 @@ MOST = 64  # cases in one call
 # (docs/results.md).
 NUMBERS = 2**25
 CHUNK = 64  # tokens in a chunk of the oracle, which is the least width of its matrices, however few channels there are
-ALIKE = (
-    "operation",
-    "heads",
-    "value_heads",
-    "key_dim",
-    "value_dim",
-    "dtype",
-    "gate_dtype",
-    "scale",
-    "qk_norm",
-    "qk_norm_eps",
-    "qk_norm_form",
-    "in_kernel",
-    "decay",
-    "left_out",
-    "channel_decays",
-    "lower_bound",
-    "parameter_dtype",
-)
+# Words in which cases of one call may differ. A word that is new counts as one in which they must be alike.
+DIFFERENT = {
+    *("lengths", "packed", "gate", "beta", "values", "state", "dt_bias", "offsets", "options", "state_dtype", "final_dtype"),
+    *("initial_states", "final_states", "backward", "seed"),
+}
+ALIKE = tuple(name for name in Case.WORDS if name not in DIFFERENT)
 Bounds = dict[str, Bound]
 
 
