@@ -24,6 +24,7 @@ PAGES = {
     f"{name}.j2": ROOT / "docs" / name for name in ("results.md", "decode-blocks.md", "megatron-claims.md")
 }  # by their templates
 WIDTH = 100  # of prose
+ROW = 200  # the most characters in a row of a table
 
 
 def main() -> int:
@@ -73,7 +74,6 @@ def rendered(data: dict[str, Any], template: str = "results.md.j2") -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    fill = functools.partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
     environment.filters |= {"wrap": lambda text: fill(text) + "\n", "figure": figure}
     page: str = environment.get_template(template).render(
         year=year,
@@ -91,9 +91,33 @@ def rendered(data: dict[str, Any], template: str = "results.md.j2") -> str:
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
-    """A table, whose first row has the heads of its columns."""
-    lines = [f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(cells[0]), *cells[1:])]
-    return "\n".join(lines)
+    """A table, whose first row has the heads of its columns, and below it a list of what its rows have no room for."""
+    rows, rest = zip(*map(short, cells), strict=True)
+    lines = [line(row) for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+    pairs = [(row[0], words.rstrip(".")) for row, words in zip(rows, rest, strict=True) if words]
+    items = [fill(f"- {what}: {words}.", subsequent_indent="  ") for what, words in pairs]
+    return "\n".join([*lines, "", *items] if items else lines)
+
+
+def line(row: Sequence[str]) -> str:
+    """A row as the page has it."""
+    return f"| {' | '.join(row)} |"
+
+
+def short(row: Sequence[str]) -> tuple[Sequence[str], str]:
+    """A row with at most ROW characters, and what it has no room for: what follows the first value, or its longest cell."""
+    if len(line(row)) <= ROW:
+        return row, ""
+    value, _, rest = row[-1].partition("; ")
+    if rest and len(line([*row[:-1], value])) <= ROW:
+        return [*row[:-1], value], rest
+    longest = max(range(1, len(row)), key=lambda place: len(row[place]))
+    return [*row[:longest], "below", *row[longest + 1 :]], row[longest]
+
+
+def fill(text: str, subsequent_indent: str = "") -> str:
+    """A paragraph of the page."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=subsequent_indent, break_long_words=False, break_on_hyphens=False)
 
 
 def machine_rows(machines: dict[str, Any]) -> list[tuple[str, str]]:

@@ -78,6 +78,17 @@ def section(text: str, title: str) -> str:
 
 
 def tables(text: str) -> list[list[Row]]:
+    """The tables of a text. Neighbours with the same first column are parts of one table, and are joined."""
+    joined: list[list[Row]] = []
+    for rows in _separate_tables(text):
+        if joined and [next(iter(row.items())) for row in rows] == [next(iter(row.items())) for row in joined[-1]]:
+            joined[-1] = [first | second for first, second in zip(joined[-1], rows, strict=True)]
+        else:
+            joined.append(rows)
+    return joined
+
+
+def _separate_tables(text: str) -> list[list[Row]]:
     grids: list[list[list[str]]] = []
     last = -1
     for number, line in prose_and_code(text)[0]:
@@ -92,6 +103,15 @@ def table(text: str, first: str) -> list[Row]:
     """The only table of a text whose first column has this head."""
     (rows,) = (rows for rows in tables(text) if rows and next(iter(rows[0])) == first)
     return rows
+
+
+def items(text: str) -> dict[str, str]:
+    """What the lists of a text say about names in code: the items of the form `NAME`, `NAME` and words: text."""
+    found: dict[str, str] = {}
+    for item in re.findall(r"(?m)^- (.+(?:\n  .+)*)", text):
+        names, _, rest = " ".join(item.split()).partition(": ")
+        found |= dict.fromkeys(codes(names), rest)
+    return found
 
 
 def codes(cell: str) -> list[str]:

@@ -18,7 +18,7 @@ from tests.sources import ROOT, built_in_adapters, verbs
 from verify.execution.line import Run
 
 PACKAGES = ("oracles", "properties", "verify")
-LINE_WIDTH, SHORT_PAGE = 100, 200
+LINE_WIDTH, SHORT_PAGE = 100, 235
 
 
 # Every page

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verify
-from tests.pages import code_column, codes, reference, section, table
+from tests.pages import code_column, codes, items, reference, section, table
 from tests.sources import BOOK_BY_NAME, definition, fields, short_repr
 
 # docs/reference/adapters.md
@@ -40,16 +40,18 @@ def test_what_an_engine_gets_is_in_the_page(section_name: str, kind: str) -> Non
 @pytest.mark.parametrize("book", [name for name in BOOK_BY_NAME if name != "calls"])  # none is built in
 def test_the_built_in_adapters_are_in_the_page_with_what_they_declare(book: str) -> None:
     places = definition("BOOKS_OF_BUILT_IN")[book]
-    rows = table(section(reference("adapters"), f"Built-in {book}"), "adapter")
+    text = section(reference("adapters"), f"Built-in {book}")
+    rows = table(text, "adapter")
+    needs, domains = (items(part) for part in text.partition("Their domains:")[::2])
     assert code_column(rows, "adapter") == [*places]
-    for row, place in zip(rows, places.values(), strict=True):
+    for row, (spec, place) in zip(rows, places.items(), strict=True):
         module, _, name = place.rpartition(":")
         adapter = getattr(importlib.import_module(module), name)
         assert codes(row["algorithm"]) == [adapter.algorithm], place
         assert row["chunk"] == ("" if adapter.chunk is None else str(adapter.chunk)), place
         assert codes(row["products"]) == [adapter.products], place
-        assert codes(row["needs"]) == [f"{package} {version}" for package, version in adapter.requires.items()], place
-        assert codes(row["domain"]) == [short_repr(adapter.domain)], place
+        assert codes(needs.get(spec, "")) == [f"{package} {version}" for package, version in adapter.requires.items()], place
+        assert codes(domains[spec]) == [short_repr(adapter.domain)], place
         for flag in ("stores", "rounds_products"):
             assert (f"`{flag} = True`" in row["calls"]) is getattr(adapter, flag, False), place
 
