@@ -121,7 +121,7 @@ def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = Fal
         "versions": {"torch": installed("torch")},
         "interrupted": interrupted,
         "letters": LETTERS,
-        "incidents": {str(row): what for row, what in INCIDENTS.items()},
+        "incidents": {str(row): incident.what for row, incident in INCIDENTS.items()},
         "laws": {
             name: [{"name": law.name, "kind": law.kind, "says": law.says} for law in book.laws.values()]
             for name, book in books.items()
