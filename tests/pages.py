@@ -100,9 +100,10 @@ def _separate_tables(text: str) -> list[list[Row]]:
 
 
 def table(text: str, first: str) -> list[Row]:
-    """The only table of a text whose first column has this head."""
+    """The only table of a text whose first column has this head. A cell that says "below" has its words in the item of its row."""
     (rows,) = (rows for rows in tables(text) if rows and next(iter(rows[0])) == first)
-    return rows
+    words = items(text)
+    return [{head: words[codes(row[first])[0]] if cell == "below" else cell for head, cell in row.items()} for row in rows]
 
 
 def items(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from tests.sources import ROOT
 from verify.zoo.animals import animals
 from verify.zoo.incidents import INCIDENTS
 
+README = 170  # the most lines of the first page that a stranger reads
 ROW = 200  # the most characters in a row of a table
 PICTURE = 60 * 1024  # the most bytes of a picture that benchmarks/pictures.py draws
 KILLS = json.loads(read("docs/zoo.json"))["animals"]
@@ -30,6 +31,10 @@ def test_no_row_of_a_table_is_too_long() -> None:
 def test_a_row_that_is_too_long_is_seen_outside_code_only() -> None:
     row = f"| {'x' * ROW} |"
     assert long_rows(f"prose\n\n{row}\n| short |\n\n```\n{row}\n```\n") == [3]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= README
 
 
 # Incidents
