@@ -192,7 +192,7 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
 @pytest.mark.parametrize(
     "domain",
     [
-        dataclasses.replace(DOMAIN, ranks=2),
+        DOMAIN,
         PathDomain(
             "gated_delta_rule",
             ranks=2,
@@ -219,6 +219,19 @@ def test_a_third_of_the_cases_have_two_chunks_on_every_rank_and_end_anywhere(dom
     cases.clear()
     seeded(PATH_LAWS["parallel"].draw(slow), 0, 60, lambda example: cases.append(example.case))
     assert max(case.tokens for case in cases) < 4 * domain.chunk + 100
+
+
+ON_TWO = dataclasses.replace(DOMAIN, ranks=2, exchange_ranks=2, saves=True)
+
+
+@pytest.mark.parametrize("law", PATH_LAWS)
+@pytest.mark.slow_after_first
+def test_two_ranks_share_tensors_as_often_as_tokens_and_laws_about_exchanges_mostly_share_tokens(law: str) -> None:
+    cases: list[ParallelCase] = []
+    seeded(PATH_LAWS[law].draw(ON_TWO), 4, 400, lambda example: cases.append(example.case))
+    assert {(case.tp, case.cp) for case in cases} == {(2, 1), (1, 2)}
+    share = sum(case.tp == 2 for case in cases) / len(cases)
+    assert share < 1 / 4 if law in ("exchange", "round_trip", "fused", "traffic") else 2 / 5 < share < 3 / 5
 
 
 @pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)

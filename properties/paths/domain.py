@@ -23,7 +23,7 @@ FEW_FORMS = 2
 MODEL_WIDTHS = (64, 128, 96)  # widths of keys and values as in models, and one that is not a power of two
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
-SHARED = 3 / 4  # share of a layer's cases with cp over 1
+SHARED = 3 / 4  # share of a layer's cases with cp over 1, if there are more than two ranks
 LONGEST = 66
 MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
 OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")
@@ -223,18 +223,19 @@ def _piece(case: ParallelCase) -> int:
 
 @st.composite
 def path_cases(
-    draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, *, chunked: float = CHUNKED, **fixed: Any
+    draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, *, chunked: float = CHUNKED, exchanges: bool = False, **fixed: Any
 ) -> ParallelCase:
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
     A share of `chunked` of the cases has two chunks or more on every rank; the others have about `tokens` tokens. If there are
-    several ranks, every case is shared. ValueError if 1000 attempts give no legal case.
+    several ranks, every case is shared. Most cases of a layer have cp over 1; of two ranks, every other one has tp=2, unless
+    `exchanges`: then the cases are for laws about what CP ranks exchange. ValueError if 1000 attempts give no legal case.
     """
     chance = draw(st.randoms(use_true_random=True))
     large = domain.computes and domain.longest >= LONGEST and chance.random() < chunked
     for attempt in range(1000):
         try:
-            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed, large=large)
+            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed, large=large, exchanges=exchanges)
         except ValueError:
             continue  # the layout does not divide the tokens: draw again
         if domain.outside(case) is None:
@@ -249,7 +250,9 @@ def _meshes(ranks: int, *, tensor_parallel: bool, context_parallel: bool) -> tup
     return tuple((tp, cp) for tp in tps for cp in cps if min(ranks, 2) <= tp * cp <= ranks) or ((1, 1),)
 
 
-def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool) -> ParallelCase:
+def _drawn(
+    chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool, exchanges: bool
+) -> ParallelCase:
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, tuple(choices))
         return chance.choice(options) if isinstance(options, tuple) else options
@@ -258,7 +261,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
     meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel, context_parallel=domain.context_parallel))
     if domain.drawing.forms:
         fixed = _of_a_form(chance, domain, meshes, fixed)
-    if large or chance.random() < SHARED:
+    if (large or chance.random() < SHARED) and (exchanges or domain.ranks > 2):
         meshes = [mesh for mesh in meshes if mesh[1] > 1] or meshes
     wide = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
     tp, cp = field("mesh", wide if wide and chance.random() < 1 / 2 else meshes)

@@ -443,7 +443,8 @@ def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
 
 # For laws that run no layer, or only count its collectives, one way to compute it is enough.
 _QUICK: dict[str, Any] = {"conv": "torch", "qk_norm": "separate", "rule": "torch", "chunked": 0.0}
-LAYOUT_ONLY = {**_QUICK, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
+_EXCHANGES: dict[str, Any] = {**_QUICK, "exchanges": True}
+LAYOUT_ONLY = {**_EXCHANGES, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
 EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)
 PATH_LAWS: dict[str, Law] = {
     law.name: law
@@ -504,7 +505,7 @@ PATH_LAWS: dict[str, Law] = {
             "traffic",
             "exact",
             "the number and bytes of all-to-alls are as designed: one each way if fused, else one for each section of a sequence",
-            lambda domain: _paths(path_cases(domain, tokens=60, dtype=_plainest(domain), **_QUICK)),
+            lambda domain: _paths(path_cases(domain, tokens=60, dtype=_plainest(domain), **_EXCHANGES)),
             _traffic,
             _needs_layer(counts=True),
         ),
