@@ -6,6 +6,7 @@ The illegal inputs of rules and modules are in tests/test_refusals.py and tests/
 import dataclasses
 import io
 import math
+import os
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from verify.cli import check_command
 from verify.engine.drawing import seeded
 from verify.execution.refusals import probe
 from verify.execution.service import answer
-from verify.process.messages import Refuse
+from verify.process.messages import Describe, Refuse
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Place
 from verify.ranks.group import RankGroup
@@ -252,27 +253,72 @@ def test_rank_that_waits_for_one_that_refuses_is_reported_and_the_group_goes_on(
         }
 
 
+def checking_of(worker: Any, domain: PathDomain, device: str = "cpu", tune: str = "") -> Any:
+    """What `_print_refusals` reads of a check."""
+    return types.SimpleNamespace(
+        describe=lambda: types.SimpleNamespace(domain=domain),
+        settings=types.SimpleNamespace(until=math.inf, device=device, tune=tune),
+        defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
+        workers=[worker],
+    )
+
+
 def test_an_error_of_ranks_is_printed_as_a_reason() -> None:
-    class Group:
-        def ask(self, question: Refuse, deadline_s: float) -> dict[str, Any]:
+    class Ranks:
+        deadline_s, loads = 120.0, 0
+
+        def ask(self, question: Describe | Refuse, deadline_s: float) -> dict[str, Any]:
+            if isinstance(question, Describe):  # before each call, with the time of a first start
+                assert deadline_s == self.deadline_s
+                self.loads += 1
+                if self.loads == 3:
+                    raise WorkerLost("crashed", "rank 0 killed by SIGABRT", "")
+                return {}
             assert deadline_s <= 30
             assert (question.tune, question.left_out) == ("7", [("dqkwg", "num_warps=4")])  # as in the cases of the check
             if question.illegal == "cu_seqlens that decrease":
                 raise WorkerLost("hung", "rank 1 hung", "")
             return {"error": "ranks disagree"}
 
-    checking: Any = types.SimpleNamespace(
-        describe=lambda: types.SimpleNamespace(domain=PathDomain("kda", **RULES_OF_PATHS)),
-        settings=types.SimpleNamespace(until=math.inf, device="cuda", tune="7"),
-        defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
-        workers=[Group()],
-    )
     out = io.StringIO()
-    check_command._print_refusals("adapter", checking, out)
+    domain = PathDomain("kda", **RULES_OF_PATHS)
+    check_command._print_refusals("adapter", checking_of(Ranks(), domain, "cuda", "7"), out)
     lines = out.getvalue().splitlines()
     assert lines[0] == "illegal input, reported and not judged:"
     assert lines[1].startswith("  not run: ranks disagree: tokens that 2 cp does not divide (zigzag); ")
-    assert lines[2] == "  hung (rank 1 hung): cu_seqlens that decrease"
+    assert lines[2] == (
+        "  not run: loading the adapter again crashed (rank 0 killed by SIGABRT): tokens that 2 cp does not divide (zigzag_batch)"
+    )
+    assert lines[3:] == ["  hung (rank 1 hung): cu_seqlens that decrease"]
+
+
+class Aborts(Path):
+    """Ends the second rank if cu_seqlens end early, and refuses everything else on both ranks."""
+
+    domain = PathDomain(ranks=2, processes=True, refuses=False, tensor_parallel=False)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if x.cu_seqlens is not None and int(x.cu_seqlens[-1]) < 20 and place.rank.cp == 1:
+            os.abort()
+        raise TypeError("not like this")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_check_says_which_calls_ended_its_ranks_and_the_others_have_new_ranks() -> None:
+    out = io.StringIO()
+    with RankGroup(2) as group:
+        check_command._print_refusals(f"{__file__}:Aborts", checking_of(group, Aborts.domain), out)
+    lines = out.getvalue().splitlines()
+    (ended,) = (line for line in lines if "SIGABRT" in line)
+    name = "cu_seqlens that end before the tokens do"
+    assert ended.startswith("  crashed (rank 1 killed by SIGABRT") and ended.endswith(f"): {name}")
+    assert lines[-1] == f"  the ranks were ended after: {name} (each later call had new ranks; the laws ran before)"
+    (refused,) = (line for line in lines if line.startswith("  refuses (TypeError): "))
+    assert refused.endswith(
+        "cu_seqlens that do not start at 0; cu_seqlens that decrease; "
+        "cu_seqlens_padded with less room than a sequence needs; heads that the ranks do not divide"
+    )
 
 
 class SilentEngine(PoolEngine):

@@ -41,9 +41,10 @@ from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
-from verify.process.messages import Refuse
+from verify.process.messages import Describe, Refuse
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
+from verify.ranks.group import Group
 from verify.ranks.torchrun import follow, launched
 from verify.reach import report as reach_report
 
@@ -210,25 +211,40 @@ def _not_asked(checking: Check) -> list[str]:
 
 def _print_refusals(spec: str, checking: Check, out: TextIO) -> None:
     """Print what the adapter does with illegal input, unless the time is up before all of it is known."""
-    did: dict[str, list[str]] = {}
-    domain, settings = checking.describe().domain, checking.settings
-    left_out = checking.defects.left_out_of_any(settings.device)
+    did, worker = dict[str, list[str]](), checking.workers[0]
+    domain, ended = checking.describe().domain, list[str]()
     for name in book_of(domain).illegal.names(domain.operation):
-        answer, left_s = "", checking.settings.until - time.monotonic()
-        try:
-            if left_s > 0:
-                reply = checking.workers[0].ask(Refuse(spec, name, settings.tune, left_out), min(30.0, left_s))
-                answer = reply.get("did") or f"not run: {reply.get('error') or reply.get('reason')}"
-        except WorkerLost as lost:
-            answer = f"{lost.how} ({lost.detail})"
+        answer = "" if time.monotonic() >= checking.settings.until else _reaction(spec, name, checking)
         if time.monotonic() >= checking.settings.until:
             print_line("illegal input: not tried in full, because the time was up", out)
             return
         did.setdefault(answer, []).append(name)
+        if isinstance(worker, Group) and not worker.alive:
+            ended.append(name)
     if did:
         print_line("illegal input, reported and not judged:", out)
     for answer, names in did.items():
         print_line(f"  {answer}: {'; '.join(names)}", out)
+    if ended:
+        print_line(f"  the ranks were ended after: {'; '.join(ended)} (each later call had new ranks; the laws ran before)", out)
+
+
+def _reaction(spec: str, name: str, checking: Check) -> str:
+    """What the adapter does with one illegal input, in words.
+
+    The call before may have ended the process, or a group of ranks. Starting it again and loading the adapter have their own time.
+    """
+    worker, settings = checking.workers[0], checking.settings
+    left_out = checking.defects.left_out_of_any(settings.device)
+    try:
+        worker.ask(Describe(spec), min(worker.deadline_s, settings.until - time.monotonic()))
+    except WorkerLost as lost:
+        return f"not run: loading the adapter again {lost.how} ({lost.detail})"
+    try:
+        reply = worker.ask(Refuse(spec, name, settings.tune, left_out), min(30.0, settings.until - time.monotonic()))
+    except WorkerLost as lost:
+        return f"{lost.how} ({lost.detail})"
+    return str(reply.get("did") or f"not run: {reply.get('error') or reply.get('reason')}")
 
 
 def _summary(checking: Check, wall_s: float) -> str:

@@ -118,6 +118,11 @@ class Group:
         """The number of ranks."""
         return len(self._seats)
 
+    @property
+    def alive(self) -> bool:
+        """Whether every rank has a process. If not, the next question starts new ones."""
+        return all(seat.alive for seat in self._seats)
+
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
         """Send a question to all ranks and merge their answers (see `merge`).
 
@@ -128,7 +133,7 @@ class Group:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
             try:
-                if not all(seat.alive for seat in self._seats):
+                if not self.alive:
                     self._start()
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
