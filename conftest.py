@@ -6,6 +6,7 @@ import signal
 import sys
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 pytest_plugins = ["pytester"]  # a suite within the suite: tests/test_pytest_plugin.py
@@ -16,6 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the backgrou
 # Tests start a few hundred Python processes. Without bytecode each of them would compile every module of ours again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the toolkit's own tests; those of the plugin are in verify/cli/pytest_plugin.py."""
+    parser.addoption("--downloads", action="store_true", help="download every released library that a test needs")
 
 
 def pytest_collection_finish() -> None:

@@ -4,11 +4,8 @@ What imports torch is imported inside functions: the process of pytest-xdist tha
 begins before that process is ready.
 """
 
-import contextlib
 import gc
 import importlib.util
-import io
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -37,51 +34,45 @@ def worker(gdn_device: str, gdn_worker: "Worker") -> Iterator["Worker"]:
         yield one
 
 
-def fetched(library: str, config: pytest.Config) -> pathlib.Path:
-    """The files of a serving library, from the verb `fetch`. Skips where pip reaches no registry.
-
-    pytest's cache keeps them, so that only the first run downloads them.
-    """
-    from verify.cli.exits import HOLDS, UNDECIDED
-    from verify.cli.main import main
+def fetched(name: str, config: pytest.Config) -> pathlib.Path:
+    """The files of a library, in pytest's cache. Skips where they are not there and may not or cannot be downloaded."""
+    from tests.downloads import OPTION, lacking
+    from verify.adapters.libraries import LIBRARIES
 
     assert config.cache is not None
-    folder, out, err = config.cache.mkdir("libraries") / library, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["fetch", library, "--to", str(folder), "--json"])
-    if code == UNDECIDED and "pip could not download" in err.getvalue():
-        pytest.skip(err.getvalue().splitlines()[-1])
-    assert code == HOLDS, err.getvalue()
-    return pathlib.Path(json.loads(out.getvalue())["folder"])
+    folder = config.cache.mkdir("libraries") / name
+    if reason := lacking(LIBRARIES[name], folder, download=config.getoption(OPTION)):
+        pytest.skip(reason)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def sglang_files(pytestconfig: pytest.Config) -> pathlib.Path:
-    """A folder for --path that holds SGLang. The wheel that is fetched once has 39 MB."""
+    """A folder for --path that holds SGLang."""
     return fetched("sglang", pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def vllm_files(pytestconfig: pytest.Config) -> pathlib.Path:
-    """The same of vLLM. Its wheel has 336 MB, so tests that use it are slow."""
+    """The same of vLLM."""
     return fetched("vllm", pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def flashinfer_files(pytestconfig: pytest.Config) -> pathlib.Path:
-    """The same of FlashInfer. Its wheel has 62 MB, so tests that use it are slow."""
+    """The same of FlashInfer."""
     return fetched("flashinfer", pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def torchtitan_files(pytestconfig: pytest.Config) -> pathlib.Path:
-    """The same of torchtitan. Its wheel has 1 MB."""
+    """The same of torchtitan."""
     return fetched("torchtitan", pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def nemo_files(pytestconfig: pytest.Config) -> pathlib.Path:
-    """The same of NeMo AutoModel. Its wheel has 4 MB."""
+    """The same of NeMo AutoModel."""
     return fetched("nemo_automodel", pytestconfig)
 
 

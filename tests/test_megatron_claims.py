@@ -1,7 +1,7 @@
 """Claims of Megatron-LM's pull requests: a claim is right only if everything that shows it holds, and wrong releases are rejected.
 
-The releases are those under MEGATRON_RELEASES, as `claims --releases` takes them, or are downloaded once a machine (2.4 MB each).
-A wrong release is a right one with an edit in one file.
+The releases are those under MEGATRON_RELEASES, as `claims --releases` takes them, or those of tests/downloads.py. A wrong release
+is a right one with an edit in one file. All tests have the newest release, so it shows that each kind of wrong release is rejected.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch import nn
 from oracles.flops import training_flops
 from oracles.layer import Layer
 from properties.paths.case import ParallelCase
+from tests.downloads import OPTION, folder_of_megatron, lacking_megatron
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import LIBRARY, MegatronLayer
 from verify.adapters.megatron_norm import MegatronNormInKernel
@@ -32,7 +33,6 @@ from verify.claims.table import markdown
 from verify.claims.timing import Effort, Spread
 from verify.cli import claims_command, exits
 from verify.cli import megatron_claims_command as command
-from verify.cli.fetch_command import FetchError, fetch, manifest_in
 from verify.cli.main import main
 from verify.cli.parsers import PULLS, parser
 from verify.process.messages import Answer
@@ -410,64 +410,68 @@ def test_a_gpu_gets_the_sizes_of_a_model() -> None:
 # Releases, right and wrong
 
 
+NEWEST = LIBRARY.version
+FolderOf = Callable[[str], str]
+
+
 @pytest.fixture(scope="module")
-def releases() -> Mapping[str, str]:
-    """The folder of each release on this machine."""
-    if folder := os.environ.get("MEGATRON_RELEASES"):
-        return folders_of(folder)
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "gdn-verify")
-    try:
-        for version in (LIBRARY.version, *LIBRARY.others):
-            library, _ = LIBRARY.at(version)
-            if not manifest_in(cache / version, library):
-                fetch(library, cache / version)
-    except (FetchError, ValueError) as error:
-        pytest.skip(f"Megatron-LM's files cannot be had: {error}")
-    return folders_of(str(cache))
+def release(pytestconfig: pytest.Config) -> FolderOf:
+    """Finds the folder of a release. Skips where it is not on this machine, unless it is the newest or pytest has --downloads."""
+
+    def found(version: str) -> str:
+        if folder := os.environ.get("MEGATRON_RELEASES"):
+            if version not in (folders := folders_of(folder)):
+                pytest.skip(f"there is no megatron-core {version} in MEGATRON_RELEASES={folder}")
+            return folders[version]
+        if reason := lacking_megatron(version, download=version == NEWEST or pytestconfig.getoption(OPTION)):
+            pytest.skip(reason)
+        return str(folder_of_megatron(version))
+
+    return found
 
 
 SSM = "megatron/core/ssm"
-EDITS = {  # by release: the file, what is in it, and what is there instead
-    "0.16.1": [
-        (
-            f"{SSM}/gated_delta_net.py",
-            "value = value.reshape(batch, seq_len, -1, self.value_head_dim)\n",
-            "value = value.reshape(batch, seq_len, -1, self.value_head_dim) * (1 + 1e-3 * (self.tp_size > 1))\n",
-        ),
-    ],
-    "0.18.2": [
-        (f"{SSM}/gated_delta_net.py", "output_final_state=False,\n                cu_seqlens=cu_seqlens_q", "cu_seqlens=None")
-    ],
-    "0.19.2": [
-        (
-            f"{SSM}/gated_delta_net/common.py",
-            "half_within_rank = lb_chunk - 2 * rank",
-            "half_within_rank = 2 * rank + 1 - lb_chunk",
-        ),
-        (f"{SSM}/gated_delta_net/common.py", "l2norm(query_key.contiguous())", "l2norm(query_key.contiguous(), eps=1e-5)"),
-    ],
+COMMON, OLD = f"{SSM}/gated_delta_net/common.py", f"{SSM}/gated_delta_net.py"
+Edit = tuple[str, str, str]  # the file, what is in it, and what is there instead
+VALUES = "value = value.reshape(batch, seq_len, -1, self.value_head_dim)"
+OF_TP = (f"{VALUES}\n", f"{VALUES} * (1 + 1e-3 * (self.tp_size > 1))\n")
+OF_CONVOLUTION = ("output_final_state=False,\n                cu_seqlens=cu_seqlens_q", "cu_seqlens=None")
+WRONG_UNDER_TP: dict[str, list[Edit]] = {NEWEST: [(COMMON, *OF_TP)], "0.16.1": [(OLD, *OF_TP)]}
+MIXES_SEQUENCES: dict[str, list[Edit]] = {
+    NEWEST: [(f"{SSM}/gated_delta_net/gdn.py", *OF_CONVOLUTION)],
+    "0.18.2": [(OLD, *OF_CONVOLUTION)],
 }
+LAYOUT_AND_NORMS: list[Edit] = [
+    (COMMON, "half_within_rank = lb_chunk - 2 * rank", "half_within_rank = 2 * rank + 1 - lb_chunk"),
+    (COMMON, "l2norm(query_key.contiguous())", "l2norm(query_key.contiguous(), eps=1e-5)"),
+]
 
 
 @pytest.fixture
-def planted(releases: Mapping[str, str], tmp_path: pathlib.Path) -> Iterator[Callable[[str], Bench]]:
-    """Makes a bench whose release of a version has the edits of EDITS. Every other file is that of the right release."""
+def planted(release: FolderOf, tmp_path: pathlib.Path) -> Iterator[Callable[[str, list[Edit]], Bench]]:
+    """Makes a bench whose release of a version is edited. Every other file is that of the right release."""
     opened = []
 
-    def make(version: str) -> Bench:
-        source, target = pathlib.Path(releases[version]), tmp_path / version
-        for file, old, new in EDITS[version]:
-            text = (target / file if (target / file).exists() else source / file).read_text()
-            assert old in text, (file, old)
-            linked(source, target, pathlib.PurePath(file))
-            (target / file).unlink()
-            (target / file).write_text(text.replace(old, new, 1))
-        opened.append(Releases({version: str(target)}, "cpu"))
+    def make(version: str, edits: list[Edit]) -> Bench:
+        target = edited(release(version), tmp_path / version, edits)
+        opened.append(Releases({version: target}, "cpu"))
         return bench(opened[-1])
 
     yield make
     for several in opened:
         several.close()
+
+
+def edited(folder: str, target: pathlib.Path, edits: list[Edit]) -> str:
+    """A folder that is like a release but for the edits."""
+    source = pathlib.Path(folder)
+    for file, old, new in edits:
+        text = (target / file if (target / file).exists() else source / file).read_text()
+        assert old in text, (file, old)
+        linked(source, target, pathlib.PurePath(file))
+        (target / file).unlink()
+        (target / file).write_text(text.replace(old, new, 1))
+    return str(target)
 
 
 def linked(source: pathlib.Path, target: pathlib.Path, file: pathlib.PurePath) -> None:
@@ -485,10 +489,11 @@ def linked(source: pathlib.Path, target: pathlib.Path, file: pathlib.PurePath) -
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_wrong_under_tp_is_rejected(planted: Callable[[str], Bench]) -> None:
-    here = planted("0.16.1")
+@pytest.mark.parametrize("version", WRONG_UNDER_TP)
+def test_a_layer_that_is_wrong_under_tp_is_rejected(planted: Callable[[str, list[Edit]], Bench], version: str) -> None:
+    here = planted(version, WRONG_UNDER_TP[version])
     rows = {
-        mesh: claims.ruled(here, 1989, "layer", "", "0.16.1", LAYER, [f"law=parallel {mesh} {INTERPRETED.widths} lengths=12"])
+        mesh: claims.ruled(here, 1989, "layer", "", version, LAYER, [f"law=parallel {mesh} {INTERPRETED.widths} lengths=12"])
         for mesh in ("tp=1", "tp=2 sp=yes")
     }
     assert rows["tp=1"].verdict == RIGHT, rows["tp=1"]
@@ -497,10 +502,11 @@ def test_a_layer_that_is_wrong_under_tp_is_rejected(planted: Callable[[str], Ben
 
 
 @pytest.mark.slow
-def test_a_convolution_that_mixes_packed_sequences_is_rejected(planted: Callable[[str], Bench]) -> None:
-    here = planted("0.18.2")
+@pytest.mark.parametrize("version", MIXES_SEQUENCES)
+def test_a_convolution_that_mixes_packed_sequences_is_rejected(planted: Callable[[str, list[Edit]], Bench], version: str) -> None:
+    here = planted(version, MIXES_SEQUENCES[version])
     rows = [
-        claims.ruled(here, 3040, "packed", "", "0.18.2", LAYER, [f"law=parallel tp=1 {INTERPRETED.widths} {words}"])
+        claims.ruled(here, 3040, "packed", "", version, LAYER, [f"law=parallel tp=1 {INTERPRETED.widths} {words}"])
         for words in ("lengths=12", "lengths=6+8 packed=yes")
     ]
     assert [row.verdict for row in rows] == [RIGHT, WRONG], rows
@@ -516,8 +522,8 @@ class Unnormalised(MegatronNormInKernel):
 
 
 @pytest.mark.slow
-def test_a_wrong_layout_and_wrong_norms_are_rejected(planted: Callable[[str], Bench]) -> None:
-    here = planted("0.19.2")
+def test_a_wrong_layout_and_wrong_norms_are_rejected(planted: Callable[[str, list[Edit]], Bench]) -> None:
+    here = planted(NEWEST, LAYOUT_AND_NORMS)
     row = claims.ruled(here, 4913, "exchange", "", "0.19.2", claims.EXCHANGE, claims.layouts(2, (2,)))
     assert row.verdict == WRONG and "differs" in row.measured, row
     case, unnormalised = f"op=gdn_layer lengths=12 {INTERPRETED.widths} values=small", f"{pathlib.Path(__file__)}:Unnormalised"
@@ -530,21 +536,28 @@ def test_a_wrong_layout_and_wrong_norms_are_rejected(planted: Callable[[str], Be
         dataclasses.replace(here.releases, folders={"0.19.2": "elsewhere"}).ask("0.19.2", "choices", adapter=LAYER)
 
 
-def test_the_formulas_of_the_releases_square_the_value_width(releases: Mapping[str, str]) -> None:
-    assert not (pathlib.Path(releases["0.16.1"]) / formula.FILE).exists()
-    found = formula.formula_in(releases["0.17.1"])
+@pytest.mark.parametrize("version", [NEWEST, "0.17.1"])
+def test_the_formulas_of_the_releases_square_the_value_width(release: FolderOf, version: str) -> None:
+    found = formula.formula_in(release(version))
     layer = dataclasses.replace(claims.QWEN3_NEXT, key_dim=64)
     terms, right = formula.terms(found, layer, 4096, "transformer"), counted(layer, 4096)
     assert {name for name in right if terms[name] != right[name]} == {"rule"}
     assert terms["rule"] == 4096 * 24 * 32 * 128 * 128
 
 
+def test_the_oldest_release_has_no_formula(release: FolderOf) -> None:
+    assert not (pathlib.Path(release("0.16.1")) / formula.FILE).exists()
+
+
 @pytest.mark.slow
-def test_ranks_of_two_releases_are_timed(releases: Mapping[str, str]) -> None:
-    with Releases(releases, "cpu") as several:
+@pytest.mark.parametrize("older", ["the newest, edited", "0.18.2"])
+def test_ranks_of_two_releases_are_timed(release: FolderOf, tmp_path: pathlib.Path, older: str) -> None:
+    newest = release(NEWEST)
+    other = release(older) if older == "0.18.2" else edited(newest, tmp_path / "other", WRONG_UNDER_TP[NEWEST])
+    with Releases({"0.18.2": other, NEWEST: newest}, "cpu") as several:
         here = bench(several)
         gains = dict.fromkeys(("forward", "backward"), ("faster", 1.0))
-        rows = [*claims.faster(here, 4913, "time", claims.timed(here, (12,)), ("0.18.2", "0.19.2"), gains, ranks=1)]
+        rows = [*claims.faster(here, 4913, "time", claims.timed(here, (12,)), ("0.18.2", NEWEST), gains, ranks=1)]
     assert [(row.size, row.verdict) for row in rows] == [("12 tokens", UNDECIDED)] * 2
     assert all(row.ratio is not None and row.ratio.median > 0 for row in rows)
 

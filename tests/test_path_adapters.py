@@ -21,11 +21,11 @@ from properties.paths.case import ParallelCase
 from properties.paths.domain import PathDomain
 from properties.paths.laws import PATH_LAWS
 from tests import wrong_megatron
+from tests.downloads import folder_of_megatron, lacking_megatron
 from verify.adapters import fla_parallel, megatron, megatron_norm, megatron_training
 from verify.adapters.base import PathAdapter
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
-from verify.cli.fetch_command import FetchError, fetch, manifest_in
 from verify.cli.main import main
 from verify.execution.execute import execute
 from verify.execution.line import Run
@@ -43,19 +43,14 @@ HERE = pathlib.Path(__file__).resolve()
 def find_megatron() -> str:
     """Puts Megatron-LM's files on sys.path. Returns why that cannot be done, or nothing.
 
-    They are those under MEGATRON_PATH, or the newest release that adapters were tried with. That one is downloaded once a machine
-    (2.4 MB).
+    They are those under MEGATRON_PATH, or the newest release that adapters were tried with.
     """
     if folder := os.environ.get("MEGATRON_PATH"):
         sys.path.insert(1, folder)
         return ""
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "gdn-verify", megatron.LIBRARY.version)
-    try:
-        if not manifest_in(cache, megatron.LIBRARY):
-            fetch(megatron.LIBRARY, cache)
-    except (FetchError, ValueError) as error:
-        return f"Megatron-LM's files cannot be had: {error}"
-    sys.path.append(str(cache))
+    if reason := lacking_megatron():
+        return reason
+    sys.path.append(str(folder_of_megatron()))
     return ""
 
 
