@@ -86,7 +86,7 @@ def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
     """
     examples = drawn(law)
     if mutant in (paths.LosesTheSecondChunk, paths.SecondChunkEndsEarly):
-        examples = tuple(x for x in examples if x.case.cp > 1 and x.case.tokens >= 2 * DOMAIN.chunk * x.case.cp)
+        examples = tuple(x for x in examples if x.case.cp > 1 and x.case.tokens >= 2 * DOMAIN.drawing.chunk * x.case.cp)
     for example in sorted(examples, key=lambda example: (example.case.dtype != "fp32", example.case.tokens)):
         run = Run(law, f"zoo/{mutant.__name__}", example)
         outcome = execute(run)
@@ -208,17 +208,17 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
 def test_a_third_of_the_cases_have_two_chunks_on_every_rank_and_end_anywhere(domain: PathDomain) -> None:
     cases: list[ParallelCase] = []
     seeded(PATH_LAWS["parallel"].draw(domain), 0, 300, lambda example: cases.append(example.case))
-    large = [case for case in cases if min(map(len, case.tokens_of_ranks())) >= 2 * domain.chunk]
+    large = [case for case in cases if min(map(len, case.tokens_of_ranks())) >= 2 * domain.drawing.chunk]
     assert len(large) > len(cases) / 3
-    ends = {length % domain.chunk for case in large for length in case.lengths if length >= 2 * domain.chunk}
-    assert len(ends) > min(domain.chunk, len(large)) / 2
+    ends = {length % domain.drawing.chunk for case in large for length in case.lengths if length >= 2 * domain.drawing.chunk}
+    assert len(ends) > min(domain.drawing.chunk, len(large)) / 2
     assert all(case.cp > 1 for case in large)
     alone = [case for case in cases if case.cp == 1]
     assert len(alone) < len(cases) / 4 if domain.operation == "gdn_layer" else not alone
     slow = dataclasses.replace(domain, longest=40)
     cases.clear()
     seeded(PATH_LAWS["parallel"].draw(slow), 0, 60, lambda example: cases.append(example.case))
-    assert max(case.tokens for case in cases) < 4 * domain.chunk + 100
+    assert max(case.tokens for case in cases) < 4 * domain.drawing.chunk + 100
 
 
 ON_TWO = dataclasses.replace(DOMAIN, ranks=2, exchange_ranks=2, saves=True)
