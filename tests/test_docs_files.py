@@ -27,7 +27,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("list JSON", "key"): lambda: dict_keys("gpu_gate"),
     ("list JSON", "key of an adapter"): lambda: dict_keys("runs", "shared") | dict_keys("runs", "reason"),
     ("check and soak JSON", "key"): lambda: fields(definition("LawReport")),
-    ("reach", "key of a reach"): lambda: [*({*fields(definition("Reach"))} - {"arcs"}), "statements"],
+    ("reach", "key of a reach"): lambda: [*({*fields(definition("Reach"))} - {"lines"}), "statements"],
     ("sweep JSON", "key"): lambda: dict_keys("infeasible", "faults"),
     ("repeat JSON", "key"): lambda: {"run", "versions", *fields(definition("Outcome"))} - {"reach"},
     ("launches JSON", "key"): lambda: {"run", "reason", *dict_keys("found", "left")},

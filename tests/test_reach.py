@@ -118,6 +118,16 @@ def test_an_api_that_names_nothing_is_told_and_is_no_fault_of_the_implementation
     assert api in reach_report.not_looked_at(reach, {})[0]
 
 
+def test_a_function_that_its_module_does_not_name_must_be_named_in_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = library.gate
+    monkeypatch.setattr(library, "gate", library.long_gate)
+    reach = seen(lambda: gate(A, A_LOG), lambda: library.long_gate(A, A_LOG))
+    assert not reach.functions
+    (gap,) = reach_report.gaps_of(reach, {})
+    assert GATE in gap
+    assert gap.endswith("in api")
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [("api", "gate"), ("api", 3), ("omits", ["fast"]), ("omits", {"fast": ""}), ("omits", {"fast": 1})],
@@ -305,7 +315,7 @@ def test_one_program_after_another_runs_the_same_blocks(worker: Worker, monkeypa
     monkeypatch.setenv(SEQUENTIAL, "sequential")
     with Worker(60.0) as other:
         alone = ask(other, line)
-    assert dataclasses.replace(together.reach, arcs={}) == dataclasses.replace(alone.reach, arcs={})
+    assert dataclasses.replace(together.reach, lines={}) == dataclasses.replace(alone.reach, lines={})
     assert {*alone.reach.blocks["tests.reach_library:l2norm_kernel"].values()} == {False, True}
 
 

@@ -17,7 +17,7 @@ from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
-from verify.process.reach import MOST_ARCS, MOST_FILES, ON_A_GPU, Reach
+from verify.process.reach import MOST_FILES, MOST_LINES, ON_A_GPU, Reach
 from verify.process.worker import Worker
 from verify.reach import lines as recording
 from verify.reach import report as reach_report
@@ -27,7 +27,6 @@ from verify.reach.statements import Statements, ranges, statements
 LINES = pathlib.Path(library.__file__).read_text().splitlines()
 GATE = "law=oracle adapter=tests/reach_adapters.py:UnrunLine op=gdn_gate lengths=5 beta=no backward=no seed=3"
 NORM = "law=oracle adapter=tests/reach_adapters.py:UnrunBranch op=l2norm lengths=3 width=5 backward=no"
-needs_branches = pytest.mark.skipif(not recording.BRANCHES, reason="this version of Python records lines and no branches")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def reach_of(*lines: str) -> Reach:
 
 
 def of(reach: Reach, function: str) -> Statements:
-    (found,) = [found for found in statements(reach.arcs) if found.function == function]
+    (found,) = [found for found in statements(reach.lines) if found.function == function]
     return found
 
 
@@ -77,22 +76,14 @@ def test_a_statement_of_several_lines_counts_once_and_what_raises_does_not_count
     ]
 
 
-@needs_branches
-def test_a_condition_that_had_one_result_is_named() -> None:
-    one, both = of(reach_of(GATE), "long_gate"), of(reach_of(GATE, f"{GATE} dt_bias=no"), "long_gate")
-    assert text(one.alike) == ["if dt_bias is not None:"]
-    assert str(one).endswith(f"and one way only at {one.alike[0]})")
-    assert both.alike == ()
-
-
 @pytest.mark.slow
 def test_lines_after_an_interpreted_launch_count_and_those_of_kernels_do_not() -> None:
     with Worker(60.0) as worker:
         reach = Outcome.from_json(worker.ask(RunOne(NORM))).reach
     assert text(of(reach, "l2norm").ran)[-1] == "return y.reshape(x.shape)"
     assert not of(reach, "l2norm").unrun
-    assert "l2norm_kernel" not in {found.function for found in statements(reach.arcs)}
-    assert {pathlib.Path(file).name for file in reach.arcs} == {"reach_library.py", "reach_adapters.py"}
+    assert "l2norm_kernel" not in {found.function for found in statements(reach.lines)}
+    assert {pathlib.Path(file).name for file in reach.lines} == {"reach_library.py", "reach_adapters.py"}
 
 
 def outside_and_inside(call: Callable[[], Any], *others: Callable[[], Any]) -> set[str]:
@@ -175,7 +166,7 @@ def test_another_tracer_is_left_alone_and_the_report_says_so() -> None:
         assert sys.gettrace() is not None
     finally:
         sys.settrace(None)
-    assert not reach.arcs
+    assert not reach.lines
     assert reach.unrecorded == recording.ANOTHER
     assert f"{reach_report.UNRECORDED}: {recording.ANOTHER}" in reach_report.gaps_of(reach, {})
 
@@ -190,10 +181,10 @@ def test_lines_on_a_gpu_are_printed_as_unrecorded_and_do_not_count() -> None:
 def test_the_lines_of_a_law_are_in_its_json() -> None:
     report = LawReport("oracle", "fla/chunk", Verdict.HOLDS, reach=reach_of(GATE))
     data = json.loads(json.dumps(report.to_json()))["reach"]
-    assert "arcs" not in data
+    assert "lines" not in data
     lines = data["statements"]["tests/reach_library.py:long_gate"]
     assert lines["never_ran"]
-    assert {*lines} == {"ran", "never_ran", "one_way"}
+    assert {*lines} == {"ran", "never_ran"}
 
 
 def test_the_report_names_the_lines_and_what_is_left_out() -> None:
@@ -213,9 +204,9 @@ def test_ranges_are_short() -> None:
 def test_the_size_of_what_is_recorded_is_bounded() -> None:
     reach = Reach()
     for number in range(2 * MOST_FILES):
-        reach.note_arcs(str(number), {(line, line + 1) for line in range(2 * MOST_ARCS if number == 0 else 2)})
-    assert len(reach.arcs) == MOST_FILES
-    assert len(reach.arcs["0"]) == MOST_ARCS
+        reach.note_lines(str(number), range(2 * MOST_LINES if number == 0 else 2))
+    assert len(reach.lines) == MOST_FILES
+    assert len(reach.lines["0"]) == MOST_LINES
     assert reach.full
 
 

@@ -5,7 +5,7 @@ torch starts no threads here, because workers and their server have OMP_NUM_THRE
 
 import verify.execution.service  # noqa: F401 - what workers run
 from oracles.arithmetic import grids
-from verify.reach import lines as statements
+from verify.reach import lines
 
 grids.prepare()
-statements.prepare()
+lines.prepare()

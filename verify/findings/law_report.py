@@ -71,8 +71,8 @@ class LawReport:
         """Plain data."""
         data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
         data["reach"] = self.reach.to_json()
-        del data["reach"]["arcs"]
-        found = statements.statements(self.reach.arcs)
+        del data["reach"]["lines"]
+        found = statements.statements(self.reach.lines)
         data["reach"]["statements"] = {f"{function.file}:{function.function}": function.to_json() for function in found}
         for name in ("findings", "first_findings"):
             data[name] = [finding.to_json() for finding in getattr(self, name)]

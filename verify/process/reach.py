@@ -13,10 +13,7 @@ MOST_KERNELS, MOST_BLOCKS = 64, 256
 DEFAULT = "its default"
 NUMBER = "number"
 ON_A_GPU = "lines are recorded only on a CPU"  # a reason why no lines of Python were recorded
-MOST_FILES, MOST_ARCS = 32, 8192
-# Two lines that ran one after the other; (0, line) if only lines are recorded. Negative numbers are entries and exits of
-# functions.
-Arc = tuple[int, int]
+MOST_FILES, MOST_LINES = 32, 8192
 
 
 @dataclasses.dataclass
@@ -54,9 +51,9 @@ class Reach:
     - `blocks`: for each interpreted Triton function that ran ("package.module:name"), its blocks that may or may not run (bodies of
       branches and of loops, and branches of conditional expressions) and whether each ran. A block is named by its first line in
       the file, a branch of a conditional expression by its line and column.
-    - `arcs`: for each file of Python around the kernels, which of its lines ran (verify/reach/lines.py).
+    - `lines`: for each file of Python around the kernels, which of its lines ran (verify/reach/lines.py).
     - `unrecorded`: why no lines of Python could be recorded; "" if they could.
-    - `trouble`: why the function under test could not be looked for; "" if it could.
+    - `trouble`: why the function under test could not be recorded; "" if it could.
     - `full`: whether something was left out because there was too much of it.
     """
 
@@ -65,7 +62,7 @@ class Reach:
     blocks: dict[str, dict[str, bool]] = dataclasses.field(default_factory=dict)
     trouble: str = ""
     full: bool = False
-    arcs: dict[str, set[Arc]] = dataclasses.field(default_factory=dict)
+    lines: dict[str, set[int]] = dataclasses.field(default_factory=dict)
     unrecorded: str = ""
 
     def __bool__(self) -> bool:
@@ -82,8 +79,8 @@ class Reach:
             self.note_call(function, parameters)
         for kernel, blocks in other.blocks.items():
             self.note_blocks(kernel, blocks, [block for block, ran in blocks.items() if ran])
-        for file, arcs in other.arcs.items():
-            self.note_arcs(file, arcs)
+        for file, lines in other.lines.items():
+            self.note_lines(file, lines)
 
     def note_call(self, function: str, parameters: dict[str, Values]) -> None:
         """Add the values of a call."""
@@ -117,16 +114,14 @@ class Reach:
                 continue
             blocks[block] = blocks.get(block, False) or block in ran
 
-    def note_arcs(self, file: str, arcs: Collection[Arc]) -> None:
-        """Add what ran in a file."""
-        if file not in self.arcs and len(self.arcs) == MOST_FILES:
+    def note_lines(self, file: str, lines: Collection[int]) -> None:
+        """Add the lines that ran in a file."""
+        if file not in self.lines and len(self.lines) == MOST_FILES:
             self.full = True
             return
-        known = self.arcs.setdefault(file, set())
-        known.update(arcs)
-        if len(known) > MOST_ARCS:
-            self.full = True
-            self.arcs[file] = set(sorted(known)[:MOST_ARCS])
+        known = self.lines.get(file, set()).union(lines)
+        self.full |= len(known) > MOST_LINES
+        self.lines[file] = set(sorted(known)[:MOST_LINES])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. A parameter without numbers has null as its least and its largest number."""
@@ -147,7 +142,7 @@ class Reach:
             "blocks": self.blocks,
             "trouble": self.trouble,
             "full": self.full,
-            "arcs": {file: [list(arc) for arc in sorted(arcs)] for file, arcs in self.arcs.items()},
+            "lines": {file: sorted(lines) for file, lines in self.lines.items()},
             "unrecorded": self.unrecorded,
         }
 
@@ -166,5 +161,5 @@ class Reach:
             for function, parameters in data["functions"].items()
         }
         blocks = {kernel: dict(ran) for kernel, ran in data["blocks"].items()}
-        arcs = {file: {(before, after) for before, after in pairs} for file, pairs in data["arcs"].items()}
-        return cls(dict(data["sizes"]), functions, blocks, data["trouble"], data["full"], arcs, data["unrecorded"])
+        lines = {file: set(ran) for file, ran in data["lines"].items()}
+        return cls(dict(data["sizes"]), functions, blocks, data["trouble"], data["full"], lines, data["unrecorded"])

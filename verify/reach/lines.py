@@ -19,12 +19,9 @@ import hypothesis
 import numpy
 import torch
 
-from verify.process.reach import ON_A_GPU, Arc
+from verify.process.reach import ON_A_GPU
 
 TRACES = sys.version_info < (3, 12)
-# To record branches, coverage needs a trace function or the events of Python 3.14. With Python 3.12 and 3.13 it records only
-# lines.
-BRANCHES = TRACES or sys.version_info >= (3, 14)
 CASES = 64  # after so many cases, we drop what coverage has recorded
 KEPT = 8  # sets of files for which we keep an object of coverage; making and starting one takes 8 ms
 ANOTHER = "another tool traces the Python of this process"
@@ -66,18 +63,14 @@ class _Recorder:
             sys.settrace(None)
             threading.settrace(None)
 
-    def end(self) -> dict[str, set[Arc]]:
-        """End the case, and return what ran in it: the arcs of each file."""
+    def end(self) -> dict[str, set[int]]:
+        """End the case, and return the lines of each file that ran in it."""
         self._coverage.stop()
         self._traces, self.thread = {}, None
         data = self._coverage.get_data()
         data.set_query_context(str(self._case))
-        found = {}
-        for file in data.measured_files():
-            arcs = data.arcs(file) if BRANCHES else [(0, line) for line in data.lines(file) or ()]
-            if arcs:
-                found[file] = {(int(before), int(after)) for before, after in arcs}
-        return found
+        ran = {file: data.lines(file) for file in data.measured_files()}
+        return {file: {int(line) for line in lines} for file, lines in ran.items() if lines}
 
     def enter(self) -> None:
         """Record this thread, and the threads that it starts, from now on."""
@@ -99,7 +92,7 @@ class _Recorder:
 
 def _coverage(files: frozenset[str] | None) -> coverage.Coverage:
     include, omit = (["*"], [*OMITTED]) if files is None else (sorted(files), None)
-    made = coverage.Coverage(data_file=None, config_file=False, branch=BRANCHES, include=include, omit=omit, messages=False)
+    made = coverage.Coverage(data_file=None, config_file=False, include=include, omit=omit, messages=False)
     made.set_option("run:core", "ctrace" if TRACES else "sysmon")
     made.set_option("run:disable_warnings", ["trace-changed", "no-data-collected", "module-not-measured", "no-ctracer"])
     return made
@@ -132,11 +125,11 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[Arc]]]:
-    """Record what runs inside `called` in `files`, or in all files. Yields a dict that has each file's arcs at the end."""
+def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[int]]]:
+    """Record what runs inside `called` in `files`, or in all files. Yields a dict that has the lines of each file at the end."""
     global _recorder, _running
     _recorder = _recorder or _Recorder()
-    found: dict[str, set[Arc]] = {}
+    found: dict[str, set[int]] = {}
     _recorder.begin(files)
     _running = True
     try:

@@ -4,14 +4,13 @@ The function under test is the adapter's `api` or, without one, the first functi
 tensor. It is found by a profile hook, which is taken away once it has seen the call, so that a kernel does not run under it. The
 hook only reads. Functions of torch, Triton, numpy, einops, the standard library and gdn-verify are no functions under test. If an
 adapter calls no other library, the first function of its own file that gets a tensor counts. A wrapper that only passes its
-arguments on counts as the function that it wraps.
+arguments on counts as the function that it wraps. A function that its module does not have by its name must be named in `api`.
 """
 
 import collections
 import contextlib
 import enum
 import functools
-import gc
 import inspect
 import math
 import os
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from verify.adapters.base import Implementation
 from verify.interpreter import branches
-from verify.process.reach import DEFAULT, NUMBER, Arc, Reach, Values
-from verify.reach import lines as statements
+from verify.process.reach import DEFAULT, NUMBER, Reach, Values
+from verify.reach import lines
 
 # Events of the hook in one call, after which it gives up. With `api`, other functions may run before the one that is looked for.
 EVENTS, EVENTS_OF_API = 20_000, 50_000
@@ -55,19 +54,19 @@ def recording(adapter: Implementation | None = None) -> Iterator[Reach]:
     """
     global _reach
     _reach = reach = Reach()
-    found: dict[str, set[Arc]] = {}
+    found: dict[str, set[int]] = {}
     adapter = None if type(adapter).__module__.startswith(OF_THE_ZOO) else adapter
     if adapter is not None:
-        reach.unrecorded = statements.hindered()
+        reach.unrecorded = lines.hindered()
     with contextlib.ExitStack() as stack:
         stack.callback(_end)
         if adapter is not None and not reach.unrecorded:
-            found = stack.enter_context(statements.recorded(_around.get(type(adapter))))
+            found = stack.enter_context(lines.recorded(_around.get(type(adapter))))
         yield reach
     if found:
         files = _files_around(type(adapter), reach)
         for file in files & found.keys():
-            reach.note_arcs(file, found[file])
+            reach.note_lines(file, found[file])
 
 
 def _end() -> None:
@@ -112,7 +111,7 @@ def launches() -> Iterator[None]:
     if _reach is None:
         yield
         return
-    with branches.recorded() as found, statements.called():
+    with branches.recorded() as found, lines.called():
         yield
     with _lock:
         for kernel, (every, ran) in found.items() if _reach is not None else ():
@@ -172,15 +171,17 @@ class _Hook:
         self.candidate: dict[str, dict[str, Values]] = {}
         self._adapter, self._files = adapter, _files(type(adapter))
         self._api = vars(adapter).get("api", type(adapter).api)  # as an attribute of the adapter, a function would be a method
-        self._wanted, self._seen = frozenset[CodeType](), set[CodeType]()
+        self._wanted, self._seen = dict[CodeType, FunctionType](), set[CodeType]()
+        self._nameless = ""  # the function of a library that its module does not have by its name
         self._import: FrameType | None = None  # of the import that runs
         self._left = EVENTS if self._api is None else EVENTS_OF_API
 
     @property
     def trouble(self) -> str:
-        """Why the function that `api` names could not be looked for, or ""."""
-        missing = self._api is not None and not (self._wanted or _codes(self._api))
-        return f"api {self._api!r} names no function or class in Python that the adapter imports" if missing else ""
+        """Why the function under test could not be recorded, or ""."""
+        if self._api is not None and not (self._wanted or _named(self._api)):
+            return f"api {self._api!r} names no function or class in Python that the adapter imports"
+        return f"{self._nameless} is no name in its module: name the function under test in api" if self._nameless else ""
 
     def see(self, frame: FrameType, event: str, _: Any) -> None:
         """Called at each event of the thread. An error in here must not reach the implementation."""
@@ -201,21 +202,24 @@ class _Hook:
             self._import = frame
             return False
         if self._api is not None:
-            self._wanted = self._wanted or _codes(self._api)  # its module may be imported in the middle of the call
+            self._wanted = self._wanted or _named(self._api)  # its module may be imported in the middle of the call
             if code in self._wanted:
                 self._seen.add(code)
-                self.found |= _call(frame)
-            return bool(self._wanted) and self._seen == self._wanted
+                self.found |= _call(frame, self._wanted[code])
+            return bool(self._wanted) and self._seen == self._wanted.keys()
         if code.co_name.startswith("<"):
             return False
         place = _place(code.co_filename)
         if code.co_filename in self._files:
             is_method = frame.f_locals.get("self") is self._adapter
             if place != "ours" and not (self.candidate or is_method) and _has_tensor(frame):
-                self.candidate, self._left = _call(frame), min(self._left, EVENTS_OF_CANDIDATE)
+                self.candidate = _call(frame, _function_of(frame))
+                self._left = min(self._left, EVENTS_OF_CANDIDATE) if self.candidate else self._left
         elif not place and _has_tensor(frame):
-            self.found = _call(frame)
-            return bool(self.found)
+            self.found = _call(frame, _function_of(frame))
+            if not self.found and not _passes_on(code):
+                self._nameless = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
+            return bool(self.found or self._nameless)
         return False
 
 
@@ -246,8 +250,8 @@ def _place(file: str) -> str:
     return "helper" if file.startswith(("<", *_STANDARD, os.path.dirname(torch.__file__) + os.sep)) else ""
 
 
-def _codes(api: str | Callable[..., Any]) -> frozenset[CodeType]:
-    """The code of the function under test, or of a class: of its constructor, its `forward` and its `__call__`.
+def _named(api: str | Callable[..., Any]) -> dict[CodeType, FunctionType]:
+    """The function under test by its code, or of a class: its constructor, its `forward` and its `__call__`.
 
     Empty if its module is not imported, or if it is not written in Python.
     """
@@ -260,8 +264,8 @@ def _codes(api: str | Callable[..., Any]) -> frozenset[CodeType]:
     members = [
         vars(target)[name] for name in ("__init__", "forward", "__call__") if isinstance(target, type) and name in vars(target)
     ]
-    found = [getattr(_unwrapped(function), "__code__", None) for function in members or [target]]
-    return frozenset(code for code in found if isinstance(code, CodeType))
+    functions = [_unwrapped(function) for function in members or [target]]
+    return {function.__code__: function for function in functions if isinstance(function, FunctionType)}
 
 
 def _passes_on(code: CodeType) -> bool:
@@ -288,8 +292,8 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _call(frame: FrameType) -> dict[str, dict[str, Values]]:
-    """The function of a frame that begins, and the values of its parameters. Empty for a wrapper of something unknown."""
+def _call(frame: FrameType, function: FunctionType | None) -> dict[str, dict[str, Values]]:
+    """A function whose frame begins, or the one that it wraps, and the values of its parameters. Empty if nothing is known."""
     code, local = frame.f_code, frame.f_locals
     if _passes_on(code):
         inner = [local[name] for name in code.co_freevars if isinstance(local.get(name), FunctionType)]
@@ -301,10 +305,9 @@ def _call(frame: FrameType) -> dict[str, dict[str, Values]]:
         bound.apply_defaults()
         values = bound.arguments
     else:
-        function = _function_of(frame)
         values = {name: local[name] for name in code.co_varnames[: _parameters(code)] if name in local}
     if function is None:
-        return {f"{frame.f_globals.get('__name__')}:{code.co_qualname}": _described(values, {}, code)}
+        return {}
     return {f"{function.__module__}:{function.__qualname__}": _described(values, _signature(function)[1], function.__code__)}
 
 
@@ -323,21 +326,12 @@ def _parameters(code: CodeType) -> int:
 
 
 def _function_of(frame: FrameType) -> FunctionType | None:
-    """The function that a frame runs: by its name in its module, or among all functions. None if it cannot be found."""
-    code = frame.f_code
-    if (function := _FUNCTIONS.get(id(code))) is None:
-        named: Any = sys.modules.get(frame.f_globals.get("__name__", ""))
-        for part in code.co_qualname.split("."):
-            named = getattr(named, part, None)
-        named = inspect.unwrap(named) if callable(named) else None
-        others = (other for other in gc.get_referrers(code) if isinstance(other, FunctionType) and other.__code__ is code)
-        function = named if getattr(named, "__code__", None) is code else next(others, None)
-        if function is not None:
-            _FUNCTIONS[id(code)] = function  # it keeps the code, so no other code gets its id
-    return function
-
-
-_FUNCTIONS: dict[int, FunctionType] = {}
+    """The function that a frame runs, by its name in its module. None if its module has another one by that name, or none."""
+    named: Any = sys.modules.get(frame.f_globals.get("__name__", ""))
+    for part in frame.f_code.co_qualname.split("."):
+        named = getattr(named, part, None)
+    function = inspect.unwrap(named) if callable(named) else None
+    return function if isinstance(function, FunctionType) and function.__code__ is frame.f_code else None
 
 
 def _has_tensor(frame: FrameType) -> bool:

@@ -65,7 +65,7 @@ def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:
 
 
 def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
-    return [str(found) for found in statements.statements(reach.arcs) if not found.complete and found.function not in omits]
+    return [str(found) for found in statements.statements(reach.lines) if not found.complete and found.function not in omits]
 
 
 def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, width: int = WIDTH) -> list[str]:
@@ -103,7 +103,7 @@ def _parameters(reach: Reach) -> Iterable[tuple[str, Values]]:
 def _contradiction(reach: Reach, name: str) -> str:
     """What is wrong with leaving out a name: a case passed the parameter, or nothing is called so. "" if nothing is wrong."""
     kernels = {kernel.rpartition(":")[2] for kernel in reach.blocks}
-    kernels |= {found.function for found in statements.statements(reach.arcs)}
+    kernels |= {found.function for found in statements.statements(reach.lines)}
     passed = [values.passed for parameter, values in _parameters(reach) if parameter == name]
     if any(passed):
         return " (but a case passed it)"
