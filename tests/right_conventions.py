@@ -190,12 +190,12 @@ class HalfOfTheGradient(HalfInitialStates):
 class DtypeOfTheFirstCall(InputStates):
     """Wrong: final states keep the dtype of the first call of the process."""
 
-    dtype: torch.dtype | None = None
+    _dtype: torch.dtype | None = None
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        self.dtype = self.dtype or x.q.dtype
+        self._dtype = self._dtype or x.q.dtype
         o, state = super().run(x)
-        return o, None if state is None else state.to(self.dtype)
+        return o, None if state is None else state.to(self._dtype)
 
 
 class LargerState(HalfFinalStates):

@@ -54,11 +54,11 @@ def test_what_subnormal_numbers_may_have_gone_into_is_left_out() -> None:
 class Leaks(right.Recurrent):
     """dq has an offset, which no cotangent explains."""
 
-    offset = 1e-38
+    _offset = 1e-38
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         q = x.q.clone()
-        q.register_hook(lambda gradient: gradient + self.offset)
+        q.register_hook(lambda gradient: gradient + self._offset)
         return super().run(x.replaced(q=q))
 
 

@@ -176,7 +176,7 @@ def test_chunks_of_an_earlier_call_are_seen_where_they_stay_inside_the_states(sg
 class NeedsMore(sglang_pools.Decode):
     """A module that this release of SGLang does not have."""
 
-    place = "sglang.kernels.ops.attention.linear.next_year"
+    source = "sglang.kernels.ops.attention.linear.next_year"
 
 
 class NeedsARequirement(sglang_pools.Decode):

@@ -35,10 +35,10 @@ class Kernel(Adapter):
     """Base of adapters of FlashInfer's kernels. RuntimeError, in one line, without a GPU or without the whole library."""
 
     requires = REQUIRES
-    place: str  # the function's module
+    source: str  # the function's module
 
     def __init__(self) -> None:
-        self.module = imported(self.place)
+        self.module = imported(self.source)
 
 
 def imported(place: str) -> types.ModuleType:
@@ -62,7 +62,7 @@ class Prefill(Kernel):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    place = "flashinfer.gdn_prefill"
+    source = "flashinfer.gdn_prefill"
     domain = dataclasses.replace(ON_A_GPU, batched=False, empty=False, decays=("linear",))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +92,7 @@ class Decode(Kernel):
     """
 
     algorithm = "recurrent"
-    place = "flashinfer.gdn_decode"
+    source = "flashinfer.gdn_decode"
     domain = PoolDomain(
         rule=SERVED,
         most_tokens=1,
@@ -130,7 +130,7 @@ class Mtp(Kernel):
     """
 
     algorithm = "recurrent"
-    place = "flashinfer.gdn_decode"
+    source = "flashinfer.gdn_decode"
     domain = PoolDomain(
         rule=dataclasses.replace(SERVED, packed=False),
         most_tokens=8,

@@ -109,7 +109,7 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, least in adapter.requires.items():
         if not is_version(least):
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
-    if wrong := misspelt(adapter, "" if spec in BUILT_IN else spec.rpartition(":")[0]):
+    if wrong := misspelt(adapter):
         raise AdapterError(f"adapter {spec}: {wrong}")
     if not (adapter.api is None or callable(adapter.api) or (isinstance(adapter.api, str) and adapter.api.count(":") == 1)):
         raise AdapterError(

@@ -85,11 +85,11 @@ class MegatronLayer(_Megatron):
         compiled_widths=MODEL_WIDTHS,
         choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),
     )
-    deterministic = False
+    _deterministic = False
     requires: ClassVar[dict[str, str]] = {**REQUIRES, **_Megatron.requires}
 
     def choices(self, m: types.SimpleNamespace) -> dict[str, tuple[str, ...]]:
-        own = "torch" if self.deterministic else "fla"
+        own = "torch" if self._deterministic else "fla"
         return {
             "conv": (own if m.shares else "torch",),
             "qk_norm": ("combined" if m.shares else "separate",),
@@ -147,7 +147,7 @@ class MegatronLayer(_Megatron):
                 tensor_model_parallel_size=tp,
                 context_parallel_size=cp,
                 perform_initialization=False,
-                deterministic_mode=self.deterministic,
+                deterministic_mode=self._deterministic,
                 **config,
             )
             module: nn.Module = m.GatedDeltaNet(
@@ -170,7 +170,7 @@ class MegatronDeterministic(MegatronLayer):
         exchanges=False,
         choices=(("conv", ("torch",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("torch",))),
     )
-    deterministic = True
+    _deterministic = True
 
 
 class MegatronExchange(_Megatron):

@@ -224,7 +224,7 @@ class MegatronTrainingDeterministic(MegatronTraining):
     """`MegatronTraining` with `deterministic_mode`, as `MegatronDeterministic`."""
 
     domain = dataclasses.replace(MegatronDeterministic.domain, **_MORE)
-    deterministic = True
+    _deterministic = True
 
 
 class _Seat(Comm):

@@ -22,7 +22,7 @@ class RecurrentBlocks(SGLang):
     """`fused_recurrent_gated_delta_rule`: log-decay and beta are given, states come in and go out as tensors."""
 
     algorithm = "recurrent"
-    place = RECURRENT
+    source = RECURRENT
     domain = PoolDomain(
         rule=Domain(position_independent=True, backward=False),
         padding_slots=(),
@@ -54,7 +54,7 @@ class RecurrentBlocks(SGLang):
 class RecurrentKdaBlocks(RecurrentBlocks):
     """`fused_recurrent_kda`: the same kernel with KDA's gate, of which it reads one for each key head."""
 
-    place = KDA
+    source = KDA
     domain = dataclasses.replace(
         RecurrentBlocks.domain, rule=dataclasses.replace(RecurrentBlocks.domain.rule, operation="kda", grouped_heads=False)
     )

@@ -66,7 +66,7 @@ class ChunkKda(SGLang):
     products = "tf32"
     chunk = 64
     folds = True
-    place = KDA
+    source = KDA
     omits = left_out(
         IN_SGLANG,
         "A_log",
@@ -106,7 +106,7 @@ class ChunkKdaGated(SGLang):
     products = "tf32"
     chunk = 64
     folds = True
-    place = KDA
+    source = KDA
     omits = left_out(IN_SGLANG, "output_intermediate_states", "track_state", "track_chunk_idx", "chunk_indices", "chunk_offsets")
     domain = dataclasses.replace(
         RULE,

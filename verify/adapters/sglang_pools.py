@@ -42,14 +42,14 @@ class SGLang(Adapter):
 
     algorithm = "recurrent"
     requires = {"sglang": "0.5.23", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-    place: str  # the kernel's module
+    source: str  # the kernel's module
 
     def bring(self) -> None:
         self.module()
 
     def module(self) -> types.ModuleType:
         """The kernel's module."""
-        return serving.module(self.place)
+        return serving.module(self.source)
 
 
 class Decode(SGLang):
@@ -59,7 +59,7 @@ class Decode(SGLang):
     requests of a batch.
     """
 
-    place = SIGMOID
+    source = SIGMOID
     omits = left_out(
         IN_SGLANG,
         "is_kda",
@@ -234,7 +234,7 @@ class Update(SGLang):
     slots must lie side by side.
     """
 
-    place = RECURRENT
+    source = RECURRENT
     omits = left_out(
         IN_SGLANG,
         "disable_output_calculation",
@@ -277,7 +277,7 @@ class Update(SGLang):
 class PackedDecode(SGLang):
     """`fused_recurrent_gated_delta_rule_packed_decode`: one token a request, q, k and v in one tensor [B, 2 H K + HV V]."""
 
-    place = RECURRENT
+    source = RECURRENT
     wrapper = "fused_recurrent_gated_delta_rule_packed_decode"
     grid_axis = 0
     domain = PoolDomain(
@@ -335,7 +335,7 @@ class ChunkInPlace(SGLang):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    place = CHUNK
+    source = CHUNK
     omits = left_out(IN_SGLANG, "head_first", "inplace_update")
     domain = PoolDomain(
         rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),

@@ -13,7 +13,7 @@ class Recurrent(SGLang):
     """`fused_recurrent_gated_delta_rule`: token by token in float32, without a backward."""
 
     algorithm = "recurrent"
-    place = f"{OPS}.fla.fused_recurrent"
+    source = f"{OPS}.fla.fused_recurrent"
     # The grid's third axis has sequences x heads.
     domain = Domain(position_independent=True, backward=False, batch_heads=MOST_ALONG_Y)
 
@@ -37,7 +37,7 @@ class RecurrentKda(SGLang):
     """`fused_recurrent_kda`: the same for KDA, with an initial state. Gates are read by key head, so HV must be H."""
 
     algorithm = "recurrent"
-    place = f"{OPS}.fla.kda"
+    source = f"{OPS}.fla.kda"
     domain = Domain(operation="kda", grouped_heads=False, position_independent=True, backward=False, batch_heads=MOST_ALONG_Y)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

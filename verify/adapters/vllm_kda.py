@@ -45,7 +45,7 @@ class ChunkKda(VLLM):
     products = "tf32"
     chunk = 64
     folds = True
-    place = f"{KIMI}.chunk"
+    source = f"{KIMI}.chunk"
     domain = CHUNKS
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -69,7 +69,7 @@ class ChunkKdaGated(VLLM):
     products = "tf32"
     chunk = 64
     folds = True
-    place = f"{KIMI}.chunk"
+    source = f"{KIMI}.chunk"
     omits = left_out(IN_VLLM, "out")
     domain = dataclasses.replace(
         CHUNKS,
@@ -116,7 +116,7 @@ class KdaGate(VLLM):
     """`fused_kda_gate`: the gate alone."""
 
     algorithm = "pointwise"
-    place = f"{KIMI}.chunk"
+    source = f"{KIMI}.chunk"
     omits = left_out(IN_VLLM, "beta", "threshold")
     domain = ModuleDomain("kda_gate", beta=False, backward=False, lower_bounds=BOUNDS, parameter_dtypes=("fp32", "input"))
 
@@ -139,7 +139,7 @@ class RecurrentKda(VLLM):
     channel may have otherwise. A draft has a block for each token, as in `vllm_pools.Verify`.
     """
 
-    place = f"{KIMI}.fused_recurrent"
+    source = f"{KIMI}.fused_recurrent"
     omits = left_out(IN_VLLM, "inplace_final_state", "lower_bound", "out")
     domain = PoolDomain(
         rule=Domain(

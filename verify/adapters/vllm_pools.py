@@ -39,20 +39,20 @@ class VLLM(Adapter):
 
     algorithm = "recurrent"
     requires = {"vllm": "0.33.0", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-    place: str  # the kernel's module
+    source: str  # the kernel's module
 
     def bring(self) -> None:
         self.module()
 
     def module(self) -> types.ModuleType:
         """The kernel's module."""
-        return serving.module(self.place)
+        return serving.module(self.source)
 
 
 class Decode(VLLM):
     """`fused_sigmoid_gating_delta_rule_update`: gates, norm and rule in one kernel, for one token of each request."""
 
-    place = SIGMOID
+    source = SIGMOID
     omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "num_accepted_tokens", "is_kda")
     domain = PoolDomain(
         rule=GATED,
@@ -130,7 +130,7 @@ def blocks_of_tokens(x: Inputs) -> tuple[Tensor, Tensor]:
 class Recurrent(VLLM):
     """`fused_recurrent_gated_delta_rule` on a pool: log-decay and beta are given. Drafts have blocks as in `Verify`."""
 
-    place = RECURRENT
+    source = RECURRENT
     omits = left_out(IN_VLLM, "inplace_final_state")
     domain = PoolDomain(
         rule=Domain(position_independent=True, backward=False),
@@ -168,7 +168,7 @@ class PackedDecode(VLLM):
     Its wrapper refuses a and b whose heads do not lie side by side.
     """
 
-    place = RECURRENT
+    source = RECURRENT
     domain = dataclasses.replace(Decode.domain, rule=dataclasses.replace(GATED, empty=False), views=("sliced", "offset", "fused"))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class Prefill(VLLM):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    place = CHUNK
+    source = CHUNK
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
     domain = PoolDomain(
         rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),

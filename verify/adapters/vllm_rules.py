@@ -18,7 +18,7 @@ class Chunk(VLLM):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    place = CHUNK
+    source = CHUNK
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
     domain = Domain(
         dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False, batch_heads=MOST_ALONG_Y

@@ -195,14 +195,14 @@ class SlicesOfOneRank(SharesAndRemembers):
     """Where a rank's heads of A_log begin is kept for a layer, whatever number of ranks shares the next call."""
 
     letter = "K"
-    ranks: ClassVar[dict[Key, int]] = {}
+    seen: ClassVar[dict[Key, int]] = {}
 
     class module(GatedDeltaNet):  # noqa: N801
         def in_use(self, name: str) -> Tensor:
             if name != "A_log":
                 return super().in_use(name)
             heads, cp = self.get_parameter(name), self.place.cp
-            ranks = SlicesOfOneRank.ranks.setdefault((self.layer, self.place.tp.size), cp.size)
+            ranks = SlicesOfOneRank.seen.setdefault((self.layer, self.place.tp.size), cp.size)
             start = cp.rank * (len(heads) // ranks) % len(heads)
             return torch.cat([heads, heads])[start : start + len(heads) // cp.size]
 
