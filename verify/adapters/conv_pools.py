@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
+from verify.adapters.serving_kernels import Serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +78,52 @@ def offsets(x: Inputs) -> Tensor:
         count, length = x.x.shape[:2]
         starts = torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
     return starts
+
+
+class ServingConv(Serving):
+    """Base of adapters of the causal convolutions of a serving library.
+
+    The kernels multiply an input and a weight in the inputs' dtype and add the products in float32. They read the strides of every
+    tensor but the bias, whose channels must lie side by side.
+    """
+
+    algorithm = "pointwise"
+    rounds_products = True
+    channels_last = False  # how the pool lies in memory, see `ConvPool.of`
+
+    def prompts(self, x: Inputs, *more: object, **padding: int) -> tuple[Tensor, Tensor]:
+        """Call `causal_conv1d_fn` on prompts, packed. A batch is packed here."""
+        pool = ConvPool.of(x, cleared=False, channels_last=self.channels_last)
+        y = self.module().causal_conv1d_fn(
+            x.x.flatten(0, 1).mT,
+            x.weight,
+            bias(x),
+            pool.states,
+            offsets(x),
+            *more,
+            cache_indices=pool.slots,
+            has_initial_state=torch.full(pool.slots.shape, x.state is not None, device=x.x.device),
+            activation=x.activation,
+            **padding,
+        )
+        return y.mT.reshape(x.x.shape), pool.final()
+
+    def steps(self, x: Inputs, tokens: Tensor, **padding: int) -> tuple[Tensor, Tensor]:
+        """Call `causal_conv1d_update` on `tokens`, which are `x.x` or a copy: one token of each request, or a draft of several."""
+        pool = ConvPool.of(x, cleared=True, channels_last=self.channels_last)
+        single = tokens.shape[1] == 1
+        y = self.module().causal_conv1d_update(
+            tokens[:, 0] if single else tokens.mT,
+            pool.states,
+            x.weight,
+            bias(x),
+            x.activation,
+            conv_state_indices=pool.slots,
+            **padding,
+        )
+        return y.unsqueeze(1) if single else y.mT, pool.final()
+
+
+def bias(x: Inputs) -> Tensor | None:
+    """The bias with its channels side by side, or None."""
+    return None if x.bias is None else x.bias.contiguous()

@@ -14,43 +14,29 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.pools.domain import PoolDomain
-from properties.rules.domain import Domain
 from properties.words.sizes import MOST_ALONG_Y
+from verify.adapters import serving_kernels
 from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
-from verify.adapters.sglang_pools import OPS, SGLang, Verify
+from verify.adapters.serving_kernels import PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
+from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify
 
 KDA = f"{OPS}.fla.kda"
 FUSED = (("fused", ("no", "yes")),)
-RULE = Domain(
-    operation="kda",
-    dtypes=("bf16", "fp16"),
-    key_dims=(1, 256),
-    grouped_heads=False,
-    backward=False,
-)
+RULE = dataclasses.replace(PROMPTS, operation="kda", grouped_heads=False)
+BETWEEN = ("output_intermediate_states", "track_state", "track_chunk_idx", "chunk_indices", "chunk_offsets")
 
 
 class VerifyKda(Verify):
     """`Verify` with the gate of KDA, one number a key channel."""
 
-    omits = left_out(
-        IN_SGLANG,
-        "lower_bound",
-        "cache_ring",
-        "replayssm_rawv",
-        "replayssm_rawk",
-        "replayssm_g",
-        "replayssm_beta",
-        "match_cutedsl_decode",
-    )
+    omits = left_out(IN_SGLANG, *REPLAY)
     domain = dataclasses.replace(
         Verify.domain, rule=dataclasses.replace(Verify.domain.rule, operation="kda"), blocks=Verify.domain.blocks[1:]
     )
 
 
-class ChunkKda(SGLang):
+class ChunkKda(SGLang, Chunks):
     """`chunk_kda`: prompts in chunks of 64 tokens, in half precision; final states are written to the pool.
 
     Log-decay and beta are given. The outputs overwrite v, so v is a copy. In q and k, the channels and heads of a token must lie
@@ -62,33 +48,11 @@ class ChunkKda(SGLang):
     decays by more than 87 within 16 tokens (docs/FINDINGS.md).
     """
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     folds = True
     source = KDA
-    omits = left_out(
-        IN_SGLANG,
-        "A_log",
-        "dt_bias",
-        "lower_bound",
-        "beta_is_raw",
-        "output_intermediate_states",
-        "track_state",
-        "track_chunk_idx",
-        "chunk_indices",
-        "chunk_offsets",
-    )
-    domain = PoolDomain(
-        rule=dataclasses.replace(RULE, batched=False),
-        padding_slots=("-1",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        empty_first=False,
-        refills=False,
-        options=FUSED,
+    omits = left_out(IN_SGLANG, "A_log", "dt_bias", "lower_bound", "beta_is_raw", *BETWEEN)
+    domain = dataclasses.replace(
+        POOL, rule=dataclasses.replace(RULE, batched=False), empty_first=False, refills=False, options=FUSED
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -96,18 +60,15 @@ class ChunkKda(SGLang):
         return o, x.pool
 
 
-class ChunkKdaGated(SGLang):
+class ChunkKdaGated(SGLang, Chunks):
     """`chunk_kda` with gate and beta in the kernel, on one state a sequence.
 
     The states of the sequences are a pool of their own, in whose slots the kernel writes the final ones.
     """
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     folds = True
     source = KDA
-    omits = left_out(IN_SGLANG, "output_intermediate_states", "track_state", "track_chunk_idx", "chunk_indices", "chunk_offsets")
+    omits = left_out(IN_SGLANG, *BETWEEN)
     domain = dataclasses.replace(
         RULE,
         empty=False,
@@ -121,34 +82,21 @@ class ChunkKdaGated(SGLang):
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        count = x.v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-        zeros = x.v.new_zeros(count, *x.v.shape[2:], x.q.shape[-1], dtype=torch.float32)
-        pool = zeros if x.state is None else x.state.mT.clone(memory_format=torch.contiguous_format)
+        pool = states(x)
         gate: dict[str, Any] = {"g": x.get("g"), "beta": x.get("beta")}
         if x.get("a") is not None:
-            bias = None if x.dt_bias is None else x.dt_bias.flatten().contiguous()
-            gate |= {"g": x.a, "A_log": x.A_log.contiguous(), "dt_bias": bias, "lower_bound": x.get("lower_bound")}
+            gate |= {"g": x.a, "A_log": x.A_log.contiguous(), "dt_bias": flat_bias(x), "lower_bound": x.get("lower_bound")}
         if x.get("b") is not None:
             gate |= {"beta": x.b, "beta_is_raw": True}
-        o = call(self.module(), x, pool, torch.arange(count, device=x.v.device), **gate)
+        o = call(self.module(), x, pool, torch.arange(len(pool), device=x.v.device), **gate)
         return o, pool.mT if x.output_final_state else None
 
 
 def call(module: types.ModuleType, x: Inputs, pool: Tensor, slots: Tensor, **gate: Any) -> Tensor:
     """Call `chunk_kda` on a pool [P, HV, V, K]. `gate` has what the kernel gets for gate and beta."""
-    q, k = (x.q, x.k) if x.qk_norm else (x.q.contiguous(), x.k.contiguous())
+    tokens = (*whole_tokens(x), dense(x.v))
     with contextlib.nullcontext() if chosen(x, "fused") else _apart(module):
-        o: Tensor = module.chunk_kda(
-            q,
-            k,
-            x.v.clone(memory_format=torch.contiguous_format),
-            scale=x.scale,
-            initial_state=pool,
-            initial_state_indices=slots,
-            use_qk_l2norm_in_kernel=x.qk_norm,
-            cu_seqlens=x.cu_seqlens,
-            **gate,
-        )
+        o: Tensor = serving_kernels.call(module.chunk_kda, x, *tokens, initial_state=pool, initial_state_indices=slots, **gate)
     return o
 
 

@@ -5,34 +5,32 @@ product (`rounds_products`). They compute W = 2, 3 and 4; for W = 5 they return 
 strides of every tensor but the bias, whose channels must lie side by side.
 """
 
-import types
-
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
-from verify.adapters import serving
-from verify.adapters.base import Adapter
-from verify.adapters.conv_pools import ConvPool, offsets
+from verify.adapters.conv_pools import ConvPool, ServingConv, bias
 from verify.adapters.left_out import IN_SGLANG, left_out
+from verify.adapters.serving_kernels import SGLang
 
-CONV = "sglang.kernels.ops.mamba.causal_conv1d_triton"
+# Parameters that `omits` names, of a call for single tokens or for a draft.
+OTHERS = (
+    "cache_seqlens",
+    "num_accept_tokens",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+    "retrieve_parent_token",
+    "pad_slot_id",
+    "metadata",
+    "validate_data",
+)
 
 
-class SGLangConv(Adapter):
+class SGLangConv(SGLang, ServingConv):
     """Base of adapters of SGLang's convolutions."""
 
-    algorithm = "pointwise"
-    rounds_products = True
-    requires = {"sglang": "0.5.23", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-
-    def bring(self) -> None:
-        self.module()
-
-    def module(self) -> types.ModuleType:
-        """The kernels' module."""
-        return serving.module(CONV)
+    source = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 
 
 class Conv(SGLangConv):
@@ -46,53 +44,17 @@ class Conv(SGLangConv):
     counterpart = "sglang/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=False)
-        y = self.module().causal_conv1d_fn(
-            x.x.flatten(0, 1).mT,
-            x.weight,
-            None if x.bias is None else x.bias.contiguous(),
-            pool.states,
-            offsets(x),
-            sequences(x, "x"),
-            cache_indices=pool.slots,
-            has_initial_state=torch.full(pool.slots.shape, x.state is not None, device=x.x.device),
-            activation=x.activation,
-            pad_slot_id=-1,
-        )
-        return y.mT.reshape(x.x.shape), pool.final()
+        return self.prompts(x, sequences(x, "x"), pad_slot_id=-1)
 
 
 class ConvUpdate(SGLangConv):
     """`causal_conv1d_update`: one token of each request, or a draft of several."""
 
-    omits = left_out(
-        IN_SGLANG,
-        "intermediate_conv_window",
-        "intermediate_state_indices",
-        "cache_seqlens",
-        "num_accept_tokens",
-        "retrieve_next_token",
-        "retrieve_next_sibling",
-        "retrieve_parent_token",
-        "pad_slot_id",
-        "metadata",
-        "validate_data",
-    )
+    omits = left_out(IN_SGLANG, "intermediate_conv_window", "intermediate_state_indices", *OTHERS)
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), packed=False, longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=True)
-        single = x.x.shape[1] == 1
-        y = self.module().causal_conv1d_update(
-            x.x[:, 0] if single else x.x.mT,
-            pool.states,
-            x.weight,
-            None if x.bias is None else x.bias.contiguous(),
-            x.activation,
-            conv_state_indices=pool.slots,
-            pad_slot_id=-1,
-        )
-        return y.unsqueeze(1) if single else y.mT, pool.final()
+        return self.steps(x, x.x, pad_slot_id=-1)
 
 
 class ConvVerify(SGLangConv):
@@ -102,17 +64,7 @@ class ConvVerify(SGLangConv):
     pool afterwards. The tokens that follow it in the draft are rejected, and hold NaN. One token at least is always accepted.
     """
 
-    omits = left_out(
-        IN_SGLANG,
-        "cache_seqlens",
-        "num_accept_tokens",
-        "retrieve_next_token",
-        "retrieve_next_sibling",
-        "retrieve_parent_token",
-        "pad_slot_id",
-        "metadata",
-        "validate_data",
-    )
+    omits = left_out(IN_SGLANG, *OTHERS)
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), empty=False, longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -128,7 +80,7 @@ class ConvVerify(SGLangConv):
             drafts.mT,
             pool.states,
             x.weight,
-            None if x.bias is None else x.bias.contiguous(),
+            bias(x),
             x.activation,
             conv_state_indices=pool.slots,
             intermediate_conv_window=windows,

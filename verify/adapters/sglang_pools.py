@@ -5,7 +5,6 @@ zeroed by the pool's allocator, so no kernel starts a request from zeros itself.
 """
 
 import dataclasses
-import types
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
-from properties.rules.domain import Domain
 from verify.adapters import serving
-from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_SGLANG, left_out
+from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, Chunks, Packed, SGLang, call
 
 OPS = "sglang.kernels.ops.attention"
 SIGMOID = f"{OPS}.linear.fused_sigmoid_gating_recurrent"
@@ -27,29 +25,29 @@ CHUNK = f"{OPS}.fla.chunk"
 SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 SCATTERED = 1024  # numbers that a program of the scatter kernel copies, as in SGLang's wrapper
 STEPS = 16  # most tokens of a draft, the second axis of the buffer of states
-
-# dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
-GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
+POOL = PoolDomain(padding_slots=("-1",), fresh=False, accepts=False, layout="vk", state_dtypes=("fp32", "bf16"))
+# Parameters that `omits` names: those of a draft that is verified, and those of a ring of inputs and what comes with it.
+DRAFTS = (
+    "disable_state_update",
+    "intermediate_states_buffer",
+    "intermediate_state_indices",
+    "cache_steps",
+    "retrieve_parent_token",
+)
+REPLAY = (
+    "lower_bound",
+    "cache_ring",
+    "replayssm_rawv",
+    "replayssm_rawk",
+    "replayssm_g",
+    "replayssm_beta",
+    "match_cutedsl_decode",
+)
 
 
 def _of_kda(domain: PoolDomain) -> PoolDomain:
     """Return the domain for KDA. Its kernel for blocks of 4 channels has inline assembly, which cannot be interpreted."""
     return dataclasses.replace(domain, rule=dataclasses.replace(domain.rule, operation="kda"), blocks=BLOCK_SIZES[1:])
-
-
-class SGLang(Adapter):
-    """Base of adapters of SGLang's kernels."""
-
-    algorithm = "recurrent"
-    requires = {"sglang": "0.5.23", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-    source: str  # the kernel's module
-
-    def bring(self) -> None:
-        self.module()
-
-    def module(self) -> types.ModuleType:
-        """The kernel's module."""
-        return serving.module(self.source)
 
 
 class Decode(SGLang):
@@ -60,33 +58,8 @@ class Decode(SGLang):
     """
 
     source = SIGMOID
-    omits = left_out(
-        IN_SGLANG,
-        "is_kda",
-        "disable_state_update",
-        "intermediate_states_buffer",
-        "intermediate_state_indices",
-        "cache_steps",
-        "retrieve_parent_token",
-        "lower_bound",
-        "cache_ring",
-        "replayssm_rawv",
-        "replayssm_rawk",
-        "replayssm_g",
-        "replayssm_beta",
-        "match_cutedsl_decode",
-    )
-    domain = PoolDomain(
-        rule=GATED,
-        padding_slots=("-1",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        blocks=BLOCK_SIZES,
-        graphs=True,
-        views=("offset", "fused"),
-    )
+    omits = left_out(IN_SGLANG, "is_kda", *DRAFTS, *REPLAY)
+    domain = dataclasses.replace(POOL, rule=GATED, blocks=BLOCK_SIZES, graphs=True, views=("offset", "fused"))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self.call(x)
@@ -120,21 +93,7 @@ class Decode(SGLang):
 class DecodeKda(Decode):
     """`Decode` with the gate of KDA, one number a key channel."""
 
-    omits = left_out(
-        IN_SGLANG,
-        "disable_state_update",
-        "intermediate_states_buffer",
-        "intermediate_state_indices",
-        "cache_steps",
-        "retrieve_parent_token",
-        "lower_bound",
-        "cache_ring",
-        "replayssm_rawv",
-        "replayssm_rawk",
-        "replayssm_g",
-        "replayssm_beta",
-        "match_cutedsl_decode",
-    )
+    omits = left_out(IN_SGLANG, *DRAFTS, *REPLAY)
     domain = _of_kda(Decode.domain)
 
 
@@ -146,17 +105,7 @@ class Verify(Decode):
     token then starts from its parent's state in the buffer.
     """
 
-    omits = left_out(
-        IN_SGLANG,
-        "is_kda",
-        "lower_bound",
-        "cache_ring",
-        "replayssm_rawv",
-        "replayssm_rawk",
-        "replayssm_g",
-        "replayssm_beta",
-        "match_cutedsl_decode",
-    )
+    omits = left_out(IN_SGLANG, "is_kda", *REPLAY)
     domain = dataclasses.replace(Decode.domain, graphs=False, most_tokens=STEPS, accepts=True, trees=True, state_dtypes=("fp32",))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -178,18 +127,7 @@ class Verify(Decode):
 class VerifyHalf(Verify):
     """`Verify` with states in bf16, without trees: a token of a tree would start from a state that is rounded on purpose."""
 
-    omits = left_out(
-        IN_SGLANG,
-        "is_kda",
-        "retrieve_parent_token",
-        "lower_bound",
-        "cache_ring",
-        "replayssm_rawv",
-        "replayssm_rawk",
-        "replayssm_g",
-        "replayssm_beta",
-        "match_cutedsl_decode",
-    )
+    omits = left_out(IN_SGLANG, "is_kda", "retrieve_parent_token", *REPLAY)
     domain = dataclasses.replace(Verify.domain, state_dtypes=("bf16",), trees=False)
 
 
@@ -235,82 +173,22 @@ class Update(SGLang):
     """
 
     source = RECURRENT
-    omits = left_out(
-        IN_SGLANG,
-        "disable_output_calculation",
-        "disable_state_update",
-        "intermediate_states_buffer",
-        "intermediate_state_indices",
-        "cache_steps",
-        "retrieve_parent_token",
-    )
-    domain = PoolDomain(
-        rule=Domain(position_independent=True, backward=False),
-        padding_slots=("-1",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        blocks=BLOCK_SIZES,
-        graphs=True,
-        apart=False,
-    )
+    omits = left_out(IN_SGLANG, "disable_output_calculation", *DRAFTS)
+    domain = dataclasses.replace(POOL, rule=GIVEN, blocks=BLOCK_SIZES, graphs=True, apart=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         module = self.module()
+        rule = module.fused_recurrent_gated_delta_rule_update
         with in_blocks(module, "fused_recurrent_gated_delta_rule_update_fwd_kernel", x.block_v, 1):
-            o = module.fused_recurrent_gated_delta_rule_update(
-                x.q,
-                x.k,
-                x.v,
-                x.g,
-                x.beta,
-                scale=x.scale,
-                initial_state_source=x.pool.mT,
-                initial_state_indices=x.slots,
-                cu_seqlens=x.cu_seqlens,
-                use_qk_l2norm_in_kernel=x.qk_norm,
-            )
+            o = call(rule, x, initial_state_source=x.pool.mT, initial_state_indices=x.slots)
         return o, x.pool
 
 
-class PackedDecode(SGLang):
+class PackedDecode(SGLang, Packed):
     """`fused_recurrent_gated_delta_rule_packed_decode`: one token a request, q, k and v in one tensor [B, 2 H K + HV V]."""
 
     source = RECURRENT
-    wrapper = "fused_recurrent_gated_delta_rule_packed_decode"
-    grid_axis = 0
-    domain = PoolDomain(
-        rule=dataclasses.replace(GATED, empty=False),
-        most_tokens=1,
-        padding_slots=("-1",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        blocks=BLOCK_SIZES,
-        graphs=True,
-        views=("offset", "fused"),
-    )
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        module = self.module()
-        o = x.v.new_empty(len(x.slots), 1, *x.v.shape[2:])
-        tokens = [x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")]
-        with in_blocks(module, f"{self.wrapper}_kernel", x.block_v, self.grid_axis):
-            getattr(module, self.wrapper)(
-                torch.cat(tokens, -1),
-                x.a.flatten(0, 1).flatten(1),
-                x.b.flatten(0, 1),
-                A_log=x.A_log,
-                dt_bias=x.dt_bias.flatten(),
-                scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale,
-                initial_state=x.pool.mT,
-                out=o,
-                ssm_state_indices=x.slots,
-                use_qk_l2norm_in_kernel=x.qk_norm,
-            )
-        return o.reshape(x.v.shape), x.pool
+    domain = dataclasses.replace(Decode.domain, rule=dataclasses.replace(GATED, empty=False), most_tokens=1)
 
 
 class PackedDecodeKda(PackedDecode):
@@ -324,7 +202,7 @@ class PackedDecodeKda(PackedDecode):
     domain = dataclasses.replace(_of_kda(PackedDecode.domain), indices=("int64",))
 
 
-class ChunkInPlace(SGLang):
+class ChunkInPlace(SGLang, Chunks):
     """`chunk_gated_delta_rule`: prompts in chunks of 64 tokens, in half precision; final states are written to the pool.
 
     As for `Update`, slots must lie side by side. A request without tokens must not stand before others: `prepare_chunk_indices`
@@ -332,34 +210,13 @@ class ChunkInPlace(SGLang):
     is kept by the identity of `cu_seqlens`, which must therefore be a new tensor for every call.
     """
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     source = CHUNK
     omits = left_out(IN_SGLANG, "head_first", "inplace_update")
-    domain = PoolDomain(
-        rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),
-        padding_slots=("-1",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        apart=False,
-        empty_first=False,
-        refills=False,
+    domain = dataclasses.replace(
+        POOL, rule=dataclasses.replace(PROMPTS, batched=False), apart=False, empty_first=False, refills=False
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        o, _, _ = self.module().chunk_gated_delta_rule(
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            scale=x.scale,
-            initial_state=x.pool.mT,
-            initial_state_indices=x.slots,
-            cu_seqlens=x.cu_seqlens,
-            use_qk_l2norm_in_kernel=x.qk_norm,
-        )
+        rule = self.module().chunk_gated_delta_rule
+        o, _, _ = call(rule, x, initial_state=x.pool.mT, initial_state_indices=x.slots)
         return o, x.pool

@@ -6,34 +6,24 @@ vLLM's layer of Kimi calls `chunk_kda_with_fused_gate` for prompts, `fused_recur
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
 from properties.pools.case import BLOCK_SIZES
-from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
-from verify.adapters.vllm_pools import STEPS, VLLM, blocks_of_tokens
+from verify.adapters.serving_kernels import PROMPTS, VLLM, Chunks, call, dense, flat_bias, side_by_side, states, whole_tokens
+from verify.adapters.vllm_pools import POOL, STEPS, blocks_of_tokens
 
 KIMI = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 BOUNDS = ("none", "-5", "-1")  # of the log-decay
-CHUNKS = Domain(
-    operation="kda",
-    dtypes=("bf16", "fp16"),
-    key_dims=(1, 256),
-    grouped_heads=False,
-    empty=False,
-    backward=False,
-    refills=False,
-    batch_heads=MOST_ALONG_Y,
-)
+CHUNKS = dataclasses.replace(PROMPTS, operation="kda", grouped_heads=False, empty=False, refills=False, batch_heads=MOST_ALONG_Y)
 
 
-class ChunkKda(VLLM):
+class ChunkKda(VLLM, Chunks):
     """`chunk_kda`: log-decay and beta are given, in chunks of 64 tokens, in half precision.
 
     The wrapper needs an initial state. The outputs overwrite v, so v is a copy. In q and k, the channels and heads of a token must
@@ -41,33 +31,19 @@ class ChunkKda(VLLM):
     without tokens are left out, as for `vllm_rules.Chunk`.
     """
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     folds = True
     source = f"{KIMI}.chunk"
     domain = CHUNKS
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        o, final = self.module().chunk_kda(
-            *inside(x),
-            x.g,
-            x.beta,
-            scale=x.scale,
-            initial_state=states(x),
-            output_final_state=x.output_final_state,
-            use_qk_l2norm_in_kernel=x.qk_norm,
-            cu_seqlens=x.cu_seqlens,
-        )
+        tokens = (*whole_tokens(x), x.v.clone(), x.g, x.beta)
+        o, final = call(self.module().chunk_kda, x, *tokens, initial_state=states(x), output_final_state=x.output_final_state)
         return o, None if final is None else final.mT
 
 
-class ChunkKdaGated(VLLM):
+class ChunkKdaGated(VLLM, Chunks):
     """`chunk_kda_with_fused_gate`: gate and beta are computed in the kernel."""
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     folds = True
     source = f"{KIMI}.chunk"
     omits = left_out(IN_VLLM, "out")
@@ -80,36 +56,15 @@ class ChunkKdaGated(VLLM):
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        o, final = self.module().chunk_kda_with_fused_gate(
-            *inside(x),
-            x.a,
-            x.b,
-            x.A_log.contiguous(),
-            None if x.dt_bias is None else x.dt_bias.flatten().contiguous(),
-            scale=x.scale,
+        o, final = call(
+            self.module().chunk_kda_with_fused_gate,
+            x,
+            *(*whole_tokens(x), x.v.clone(), x.a, x.b, x.A_log.contiguous(), flat_bias(x)),
             initial_state=None if x.state is None else states(x),
             output_final_state=x.output_final_state,
             lower_bound=x.get("lower_bound"),
-            use_qk_l2norm_in_kernel=x.qk_norm,
-            cu_seqlens=x.cu_seqlens,
         )
         return o, None if final is None else final.mT
-
-
-def inside(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the chunk kernels take them."""
-    q, k = (x.q, x.k) if x.qk_norm else (x.q.contiguous(), x.k.contiguous())
-    return q, k, x.v.clone()
-
-
-def states(x: Inputs) -> Tensor:
-    """The initial states [N, HV, V, K], zeros if there are none."""
-    if x.state is not None:
-        given: Tensor = x.state.mT.contiguous()
-        return given
-    count = x.v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    zeros: Tensor = x.v.new_zeros(count, *x.v.shape[2:], x.q.shape[-1], dtype=torch.float32)
-    return zeros
 
 
 class KdaGate(VLLM):
@@ -125,7 +80,7 @@ class KdaGate(VLLM):
             dense(x.a).flatten(-2),
             x.A_log.contiguous(),
             x.a.shape[-1],
-            None if x.dt_bias is None else x.dt_bias.flatten().contiguous(),
+            flat_bias(x),
             lower_bound=x.get("lower_bound"),
         )
         return g
@@ -141,7 +96,8 @@ class RecurrentKda(VLLM):
 
     source = f"{KIMI}.fused_recurrent"
     omits = left_out(IN_VLLM, "inplace_final_state", "lower_bound", "out")
-    domain = PoolDomain(
+    domain = dataclasses.replace(
+        POOL,
         rule=Domain(
             operation="kda",
             key_dims=(2, 256),
@@ -154,11 +110,7 @@ class RecurrentKda(VLLM):
             backward=False,
         ),
         most_tokens=STEPS,
-        padding_slots=("0",),
-        fresh=False,
         rejects=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
         blocks=BLOCK_SIZES,
     )
 
@@ -166,34 +118,20 @@ class RecurrentKda(VLLM):
         module, raw = self.module(), (x.get("a") is not None, x.get("b") is not None)
         blocks, accepted = (x.slots, None) if {*sequences(x, "v")} == {1} else blocks_of_tokens(x)
         q, k, v = slices(x, side_by_side(x))
-        gate = (
-            {"A_log": x.A_log.contiguous(), "dt_bias": None if x.dt_bias is None else x.dt_bias.flatten().contiguous()}
-            if raw[0]
-            else {}
-        )
+        gate = {"A_log": x.A_log.contiguous(), "dt_bias": flat_bias(x)} if raw[0] else {}
         with in_blocks(module, "fused_recurrent_kda_fwd_kernel", x.block_v):
-            o, _ = module.fused_recurrent_kda_fwd(
-                q,
-                k,
-                v,
-                dense(x.a if raw[0] else x.g),
-                dense(x.b if raw[1] else x.beta),
-                scale=x.scale,
+            o, _ = call(
+                module.fused_recurrent_kda_fwd,
+                x,
+                *(q, k, v, dense(x.a if raw[0] else x.g), dense(x.b if raw[1] else x.beta)),
                 initial_state=x.pool.mT,
-                cu_seqlens=x.cu_seqlens,
                 ssm_state_indices=blocks,
                 num_accepted_tokens=accepted,
-                use_qk_l2norm_in_kernel=x.qk_norm,
                 use_gate_in_kernel=raw[0],
                 use_beta_sigmoid_in_kernel=raw[1],
                 **gate,
             )
         return o, x.pool
-
-
-def side_by_side(x: Inputs) -> Tensor:
-    """q, k and v of each token in one tensor [T, 2 H K + HV V]."""
-    return torch.cat([x[name].flatten(0, 1).flatten(1) for name in "qkv"], -1)
 
 
 def slices(x: Inputs, mixed: Tensor) -> list[Tensor]:
@@ -205,11 +143,6 @@ def slices(x: Inputs, mixed: Tensor) -> list[Tensor]:
         found.append(mixed.as_strided((1, len(mixed), heads, width), strides, begin))
         begin += heads * width
     return found
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """A copy whose strides are those of a new tensor even where an axis has one element."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class PackedDecodeKda(RecurrentKda):
@@ -236,7 +169,7 @@ class PackedDecodeKda(RecurrentKda):
                 dense(x.a).flatten(0, 1).unsqueeze(0),
                 dense(x.b).flatten(0, 1).unsqueeze(0),
                 x.A_log.contiguous(),
-                x.dt_bias.flatten().contiguous(),
+                flat_bias(x),
                 None,
                 initial_state=x.pool.mT,
                 state_indices=x.slots,

@@ -6,34 +6,21 @@ at a time they compute W up to 6. They read the strides of every tensor but the 
 0 is the null block: a request that has it is padding. In the pool, the channels of a column lie side by side.
 """
 
-import types
-
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
-from verify.adapters import serving
-from verify.adapters.base import Adapter
-from verify.adapters.conv_pools import ConvPool, offsets
+from verify.adapters.conv_pools import ConvPool, ServingConv, bias, offsets
 from verify.adapters.left_out import IN_VLLM, left_out
+from verify.adapters.serving_kernels import VLLM
 
-CONV = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
 
-
-class VllmConv(Adapter):
+class VllmConv(VLLM, ServingConv):
     """Base of adapters of vLLM's convolutions."""
 
-    algorithm = "pointwise"
-    rounds_products = True
-    requires = {"vllm": "0.33.0", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-
-    def bring(self) -> None:
-        self.module()
-
-    def module(self) -> types.ModuleType:
-        """The kernels' module."""
-        return serving.module(CONV)
+    source = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
+    channels_last = True
 
 
 class Conv(VllmConv):
@@ -47,18 +34,7 @@ class Conv(VllmConv):
     counterpart = "vllm/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=False, channels_last=True)
-        y = self.module().causal_conv1d_fn(
-            x.x.flatten(0, 1).mT,
-            x.weight,
-            None if x.bias is None else x.bias.contiguous(),
-            pool.states,
-            offsets(x),
-            cache_indices=pool.slots,
-            has_initial_state=torch.full(pool.slots.shape, x.state is not None, device=x.x.device),
-            activation=x.activation,
-        )
-        return y.mT.reshape(x.x.shape), pool.final()
+        return self.prompts(x)
 
 
 class ConvUpdate(VllmConv):
@@ -70,17 +46,7 @@ class ConvUpdate(VllmConv):
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=True, channels_last=True)
-        single = x.x.shape[1] == 1
-        y = self.module().causal_conv1d_update(
-            x.x[:, 0].clone() if single else x.x.clone().mT,
-            pool.states,
-            x.weight,
-            None if x.bias is None else x.bias.contiguous(),
-            x.activation,
-            conv_state_indices=pool.slots,
-        )
-        return y.unsqueeze(1) if single else y.mT, pool.final()
+        return self.steps(x, x.x.clone())
 
 
 class ConvVerify(VllmConv):
@@ -103,7 +69,7 @@ class ConvVerify(VllmConv):
             x.x.flatten(0, 1).clone(),
             pool.states,
             x.weight,
-            None if x.bias is None else x.bias.contiguous(),
+            bias(x),
             x.activation,
             conv_state_indices=pool.slots,
             num_accepted_tokens=(first + 1).to(torch.int32),

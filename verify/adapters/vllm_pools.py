@@ -9,7 +9,6 @@ A draft of several tokens has one block for each token. The kernels start from t
 """
 
 import dataclasses
-import types
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
-from properties.rules.domain import Domain
-from verify.adapters import serving
-from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
+from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, VLLM, Chunks, Packed, call
 
 OPS = "vllm.third_party.flash_linear_attention.ops"
 SIGMOID = f"{OPS}.fused_sigmoid_gating"
@@ -29,24 +26,7 @@ RECURRENT = f"{OPS}.fused_recurrent"
 CHUNK = f"{OPS}.chunk"
 STEPS = 16  # most tokens of a draft that is verified
 NULL_BLOCK = 0
-
-# dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
-GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
-
-
-class VLLM(Adapter):
-    """Base of adapters of vLLM's kernels."""
-
-    algorithm = "recurrent"
-    requires = {"vllm": "0.33.0", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
-    source: str  # the kernel's module
-
-    def bring(self) -> None:
-        self.module()
-
-    def module(self) -> types.ModuleType:
-        """The kernel's module."""
-        return serving.module(self.source)
+POOL = PoolDomain(padding_slots=("0",), fresh=False, layout="vk", state_dtypes=("fp32", "bf16"))
 
 
 class Decode(VLLM):
@@ -54,16 +34,7 @@ class Decode(VLLM):
 
     source = SIGMOID
     omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "num_accepted_tokens", "is_kda")
-    domain = PoolDomain(
-        rule=GATED,
-        most_tokens=1,
-        padding_slots=("0",),
-        fresh=False,
-        accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        blocks=BLOCK_SIZES,
-    )
+    domain = dataclasses.replace(POOL, rule=GATED, most_tokens=1, accepts=False, blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self.call(x, x.slots, None)
@@ -132,37 +103,18 @@ class Recurrent(VLLM):
 
     source = RECURRENT
     omits = left_out(IN_VLLM, "inplace_final_state")
-    domain = PoolDomain(
-        rule=Domain(position_independent=True, backward=False),
-        padding_slots=("0",),
-        fresh=False,
-        rejects=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
-        blocks=BLOCK_SIZES,
-    )
+    domain = dataclasses.replace(POOL, rule=GIVEN, rejects=False, blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         module = self.module()
         blocks, accepted = (x.slots, None) if max(sequences(x, "v")) == 1 else blocks_of_tokens(x)
+        drafts = {"ssm_state_indices": blocks, "num_accepted_tokens": accepted}
         with in_blocks(module, "fused_recurrent_gated_delta_rule_fwd_kernel", x.block_v, 1):
-            o, _ = module.fused_recurrent_gated_delta_rule(
-                x.q,
-                x.k,
-                x.v,
-                x.g,
-                x.beta,
-                scale=x.scale,
-                initial_state=x.pool.mT,
-                cu_seqlens=x.cu_seqlens,
-                ssm_state_indices=blocks,
-                num_accepted_tokens=accepted,
-                use_qk_l2norm_in_kernel=x.qk_norm,
-            )
+            o, _ = call(module.fused_recurrent_gated_delta_rule, x, initial_state=x.pool.mT, **drafts)
         return o, x.pool
 
 
-class PackedDecode(VLLM):
+class PackedDecode(VLLM, Packed):
     """`fused_recurrent_gated_delta_rule_packed_decode`: one token a request, q, k and v in one tensor [B, 2 H K + HV V].
 
     Its wrapper refuses a and b whose heads do not lie side by side.
@@ -171,27 +123,8 @@ class PackedDecode(VLLM):
     source = RECURRENT
     domain = dataclasses.replace(Decode.domain, rule=dataclasses.replace(GATED, empty=False), views=("sliced", "offset", "fused"))
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        module = self.module()
-        o = x.v.new_empty(len(x.slots), 1, *x.v.shape[2:])
-        tokens = [x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")]
-        with in_blocks(module, "fused_recurrent_gated_delta_rule_packed_decode_kernel", x.block_v):
-            module.fused_recurrent_gated_delta_rule_packed_decode(
-                torch.cat(tokens, -1),
-                x.a.flatten(0, 1),
-                x.b.flatten(0, 1),
-                A_log=x.A_log,
-                dt_bias=x.dt_bias,
-                scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale,
-                initial_state=x.pool.mT,
-                out=o,
-                ssm_state_indices=x.slots,
-                use_qk_l2norm_in_kernel=x.qk_norm,
-            )
-        return o.reshape(x.v.shape), x.pool
 
-
-class Prefill(VLLM):
+class Prefill(VLLM, Chunks):
     """`chunk_gated_delta_rule` between the copies that vLLM's layer makes: prompts in chunks of 64 tokens, in half precision.
 
     As in `_forward_core` of qwen_gdn_linear_attn.py, the states are gathered from the pool, those of requests without history
@@ -199,17 +132,14 @@ class Prefill(VLLM):
     request without tokens must not stand before others, because vLLM's index of chunks leaves it out (docs/FINDINGS.md).
     """
 
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     source = CHUNK
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
-    domain = PoolDomain(
-        rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),
+    domain = dataclasses.replace(
+        POOL,
+        rule=dataclasses.replace(PROMPTS, batched=False),
         padding_slots=(),
+        fresh=True,
         accepts=False,
-        layout="vk",
-        state_dtypes=("fp32", "bf16"),
         empty_first=False,
         refills=False,
     )
@@ -219,17 +149,6 @@ class Prefill(VLLM):
         states = pool[slots]
         if x.has_initial_state is not None:
             states[x.has_initial_state == 0] = 0
-        o, final = self.module().chunk_gated_delta_rule(
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            scale=x.scale,
-            initial_state=states,
-            output_final_state=True,
-            cu_seqlens=x.cu_seqlens,
-            use_qk_l2norm_in_kernel=x.qk_norm,
-        )
+        o, final = call(self.module().chunk_gated_delta_rule, x, initial_state=states, output_final_state=True)
         pool[slots] = final.to(pool.dtype)
         return o, x.pool
