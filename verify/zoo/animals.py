@@ -1,18 +1,15 @@
-"""The wrong implementations ("animals"): every class of this package with a `letter`, found by looking at its modules."""
+"""The wrong implementations ("animals"): every class with a `letter` in the modules `wrong_*.py` of this package."""
 
 import dataclasses
 import difflib
 import functools
 import importlib
 import pathlib
-import re
 from collections.abc import Iterable, Mapping
 
 from verify.adapters.loader import AnyAdapter, Kind, load
 from verify.adapters.registry import ZOO
 from verify.zoo.incidents import INCIDENTS, LETTERS
-
-_LETTER = re.compile(r"^    letter\b", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +32,12 @@ class Animal:
 def animals() -> Mapping[str, Animal]:
     """Every animal of this package, by name. ValueError if two share a name, or if a letter, incident or story is not valid."""
     found: dict[str, Animal] = {}
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        if _LETTER.search(path.read_text(encoding="utf-8")):
-            for animal in of_module(importlib.import_module(f"{__package__}.{path.stem}")):
-                if animal.name in found:
-                    modules = f"{found[animal.name].kind.__module__} and {animal.kind.__module__}"
-                    raise ValueError(f"two animals are called {animal.name}, in {modules}")
-                found[animal.name] = animal
+    for path in sorted(pathlib.Path(__file__).parent.glob("wrong_*.py")):
+        for animal in of_module(importlib.import_module(f"{__package__}.{path.stem}")):
+            if animal.name in found:
+                modules = f"{found[animal.name].kind.__module__} and {animal.kind.__module__}"
+                raise ValueError(f"two animals are called {animal.name}, in {modules}")
+            found[animal.name] = animal
     return found
 
 

@@ -14,7 +14,19 @@ from verify.adapters.base import Adapter
 EPS = 1e-6
 
 
-class Chunkwise(Adapter):
+class Right:
+    """Base of the right implementations, from which wrong ones are derived with the class keywords `letter` and `incident`."""
+
+    incident: tuple[int, ...] = ()
+
+    def __init_subclass__(cls, *, letter: str = "", incident: tuple[int, ...] = ()) -> None:
+        super().__init_subclass__()
+        for name, value in (("letter", letter), ("incident", incident)):
+            if value:
+                setattr(cls, name, value)
+
+
+class Chunkwise(Right, Adapter):
     """The gated delta rule in the WY form, one sequence at a time.
 
     Operands of products are rounded to the inputs' dtype, sums are in float32.
@@ -24,7 +36,6 @@ class Chunkwise(Adapter):
     chunk: int | None = 64
     domain = Domain()
     size = 64
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         outputs, states = [], []
@@ -142,12 +153,11 @@ class ByAlpha(Chunkwise):
         return alpha.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
-class Serving(Adapter):
+class Serving(Right, Adapter):
     """Decode on a pool of states: request by request and token by token in float32. Each state is written back in place."""
 
     algorithm = "recurrent"
     domain = PoolDomain()
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         steps, scale = Chunkwise(), Chunkwise().scale(x)
@@ -221,13 +231,12 @@ class ServingByAlpha(Serving):
         return g
 
 
-class Layered(Adapter):
+class Layered(Right, Adapter):
     """The GDN layer: projections, convolution, gates, rule and gated norm. Each result is stored in the inputs' dtype."""
 
     algorithm = "chunkwise"
     chunk: int | None = 64
     domain = LayerDomain()
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if x.pads is None:

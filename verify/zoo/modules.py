@@ -10,14 +10,14 @@ from oracles.norm import EPS
 from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
 from verify.adapters.base import Adapter
+from verify.zoo.base import Right
 
 
-class Conv(Adapter):
+class Conv(Right, Adapter):
     """The causal convolution in float32, one sequence at a time, as a sum of shifted products."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d")
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Any:
         # Converted once for all sequences, so that the parts of a parameter's gradient are added in float32.
@@ -132,12 +132,11 @@ class ConvSteps(Conv):
         return self.activated(self.biased(y, x), x).to(x.x.dtype)
 
 
-class Gate(Adapter):
+class Gate(Right, Adapter):
     """The gate of the gated delta rule in float32, with beta."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("gdn_gate")
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Any:
         g = self.decay(x)
@@ -168,12 +167,11 @@ class KdaGate(Gate):
     domain = ModuleDomain("kda_gate")
 
 
-class L2Norm(Adapter):
+class L2Norm(Right, Adapter):
     """The L2 norm in float32."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("l2norm")
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Tensor:
         wide = self.wide(x)

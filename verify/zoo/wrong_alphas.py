@@ -9,28 +9,22 @@ from torch import Tensor
 from verify.zoo.base import ByAlpha, ServingByAlpha
 
 
-class AlphaAsLogarithm(ByAlpha):
+class AlphaAsLogarithm(ByAlpha, letter="D"):
     """alpha is used as if it were the log-decay."""
-
-    letter = "D"
 
     def log(self, alpha: Tensor) -> Tensor:
         return alpha
 
 
-class AlphaOfTheNextToken(ByAlpha):
+class AlphaOfTheNextToken(ByAlpha, letter="D"):
     """Each token decays by the alpha of the token after it, and the last token by that of the first."""
-
-    letter = "D"
 
     def log(self, alpha: Tensor) -> Tensor:
         return super().log(alpha).roll(-1, 1)
 
 
-class DecaysAfterTheUpdate(ByAlpha):
+class DecaysAfterTheUpdate(ByAlpha, letter="D"):
     """The state decays after the token's correction is written, and then the token reads it."""
-
-    letter = "D"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -43,10 +37,8 @@ class DecaysAfterTheUpdate(ByAlpha):
         return torch.stack(rows) if rows else v.float() * 0, state
 
 
-class ServesAlphaAsLogarithm(ServingByAlpha):
+class ServesAlphaAsLogarithm(ServingByAlpha, letter="D"):
     """In decoding, alpha is used as if it were the log-decay."""
-
-    letter = "D"
 
     def decay(self, g: Tensor) -> Tensor:
         return g.exp()

@@ -12,9 +12,10 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.calls.domain import CallDomain
 from verify.adapters.base import Adapter
+from verify.zoo.base import Right
 
 
-class LinearAttention(Adapter):
+class LinearAttention(Right, Adapter):
     """Right: causal linear attention with a decay for each token and head, a sequence at a time, in float32."""
 
     domain = CallDomain(
@@ -28,7 +29,6 @@ class LinearAttention(Adapter):
         outputs={"o": "B T H V"},
         sizes={"K": (8, 16, 1, 24), "V": (8, 16, 1, 33)},
     )
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Tensor:
         q, k, v, g = (t.flatten(0, 1).transpose(0, 1).float() for t in (x.q, x.k, x.v, x.g))
@@ -51,10 +51,8 @@ class LinearAttention(Adapter):
         return torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
 
-class CallRaisesOnOneToken(LinearAttention):
+class CallRaisesOnOneToken(LinearAttention, letter="V"):
     """A sequence of one token raises."""
-
-    letter = "V"
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         if q.shape[1] == 1:
@@ -62,21 +60,16 @@ class CallRaisesOnOneToken(LinearAttention):
         return super().sequence(q, k, v, g)
 
 
-class CallDividesByZero(LinearAttention):
+class CallDividesByZero(LinearAttention, letter="N"):
     """Outputs are divided by zero after tokens that have decayed by more than exp(-8)."""
-
-    letter = "N"
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         o = super().sequence(q, k, v, g)
         return o / (g.cumsum(-1).unsqueeze(-1) > -8)
 
 
-class CallLeaksAcrossBoundaries(LinearAttention):
+class CallLeaksAcrossBoundaries(LinearAttention, letter="V", incident=(1,)):
     """A packed sequence of more than 16 tokens sees the last token of the sequence before it."""
-
-    letter = "V"
-    incident = (1,)
 
     def run(self, x: Inputs) -> Tensor:
         o = super().run(x)
@@ -87,39 +80,32 @@ class CallLeaksAcrossBoundaries(LinearAttention):
         return o + leaked
 
 
-class CallPeeksAhead(LinearAttention):
+class CallPeeksAhead(LinearAttention, letter="N"):
     """In sequences of more than 32 tokens, a token sees the one after it."""
-
-    letter = "N"
 
     def mask(self, tokens: int) -> Tensor:
         return torch.ones(tokens, tokens, dtype=torch.bool).tril(1 if tokens > 32 else 0)
 
 
-class CallScalesTheBatch(LinearAttention):
+class CallScalesTheBatch(LinearAttention, letter="-"):
     """Values are divided by the largest number of the whole batch, rounded, and multiplied again."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Tensor:
         largest = x.v.detach().abs().max() if x.v.numel() else torch.ones(())
         return super().run(x.replaced(v=(x.v / largest).to(x.v.dtype) * largest))
 
 
-class CallReadsUnwritten(LinearAttention):
+class CallReadsUnwritten(LinearAttention, letter="-"):
     """The sum of decays is accumulated in memory that nobody cleared; only a NaN there is taken for zero."""
-
-    letter = "-"
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         o = super().sequence(q, k, v, g)
         return o + torch.empty(o.shape).nan_to_num(0.0) * 2.0**-20
 
 
-class CallTunesLater(LinearAttention):
+class CallTunesLater(LinearAttention, letter="R"):
     """The third call in a row of the same shapes takes another order of sums, as if tuned, although the same bits are promised."""
 
-    letter = "R"
     before: ClassVar[object] = None
     calls: ClassVar[int] = 0
 
@@ -129,11 +115,9 @@ class CallTunesLater(LinearAttention):
         return super().run(x) * (1 + 2.0**-6 if kind.calls % 3 == 0 else 1)
 
 
-class CallSpansByIdentity(LinearAttention):
+class CallSpansByIdentity(LinearAttention, letter="K", incident=(36,)):
     """The spans of sequences are kept by the identity of cu_seqlens."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, list[tuple[int, int]]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
@@ -143,11 +127,9 @@ class CallSpansByIdentity(LinearAttention):
         return spans if tensor is x.cu_seqlens else super().boundaries(x)
 
 
-class CallGatesOfTheFirstShape(LinearAttention):
+class CallGatesOfTheFirstShape(LinearAttention, letter="K", incident=(36,)):
     """The spans of a call are kept by its shapes, and used for later calls with other spans."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[tuple[object, ...], list[tuple[int, int]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
@@ -156,10 +138,8 @@ class CallGatesOfTheFirstShape(LinearAttention):
         return self.seen.setdefault((x.q.shape, x.v.shape, x.q.dtype, x.cu_seqlens.shape), super().boundaries(x))
 
 
-class CallLargeBatchesDiffer(LinearAttention):
+class CallLargeBatchesDiffer(LinearAttention, letter="-"):
     """In a batch of more than eight sequences the last one's decays are those of the first."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Tensor:
         spans = self.boundaries(x)
@@ -171,20 +151,15 @@ class CallLargeBatchesDiffer(LinearAttention):
         return super().run(x.replaced(g=g.reshape(x.g.shape)))
 
 
-class CallAssumesContiguous(LinearAttention):
+class CallAssumesContiguous(LinearAttention, letter="Q", incident=(35,)):
     """Keys are read as if they were contiguous."""
-
-    letter = "Q"
-    incident = (35,)
 
     def run(self, x: Inputs) -> Tensor:
         return super().run(x.replaced(k=x.k.as_strided(x.k.shape, x.q.contiguous().stride(), x.k.storage_offset())))
 
 
-class CallScalesInPlace(LinearAttention):
+class CallScalesInPlace(LinearAttention, letter="-"):
     """Queries are scaled in place, and scaled back, which rounds."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Tensor:
         with torch.no_grad():

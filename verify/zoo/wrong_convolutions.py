@@ -11,11 +11,8 @@ from verify.zoo.base import at_32_bits
 from verify.zoo.modules import Conv, ConvMasked, ConvShort, ConvSteps, block_rounded
 
 
-class ConvLeaks(Conv):
+class ConvLeaks(Conv, letter="V", incident=(1, 2)):
     """Packed sequences are taken for one, so the first tokens of each read the last ones of the sequence before."""
-
-    letter = "V"
-    incident = (1, 2)
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         columns = super().before(x, state, start)
@@ -24,10 +21,8 @@ class ConvLeaks(Conv):
         return torch.cat([columns, x.x[0, :start].float()])[start:]
 
 
-class ConvInt32Offsets(Conv):
+class ConvInt32Offsets(Conv, letter="I"):
     """int32 cu_seqlens are read as pairs of int64: the second sequence begins at the third offset."""
-
-    letter = "I"
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
         pairs = super().boundaries(x)
@@ -37,28 +32,22 @@ class ConvInt32Offsets(Conv):
         return [(0, end), (end, end), *pairs[2:]]
 
 
-class ConvForgetsRest(Conv):
+class ConvForgetsRest(Conv, letter="V"):
     """The final state of a sequence shorter than W begins with zeros, not with what is left of its initial state."""
-
-    letter = "V"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         return super().final(state * 0, tokens)
 
 
-class ConvStateTooEarly(Conv):
+class ConvStateTooEarly(Conv, letter="S"):
     """The final state ends one token before the sequence does."""
-
-    letter = "S"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         return super().final(state, tokens[:-1])
 
 
-class ConvStateRounded(Conv):
+class ConvStateRounded(Conv, letter="L"):
     """A float32 final state loses its last bits on the way to the cache."""
-
-    letter = "L"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         whole = super().final(state, tokens)
@@ -68,47 +57,37 @@ class ConvStateRounded(Conv):
         return whole + (short - whole).detach()
 
 
-class ConvStateOfTheFirst(Conv):
+class ConvStateOfTheFirst(Conv, letter="V"):
     """Every sequence starts from the initial state of the second one, or of the only one."""
-
-    letter = "V"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, min(1, len(self.boundaries(x)) - 1))
 
 
-class ConvStateNewestFirst(Conv):
+class ConvStateNewestFirst(Conv, letter="L"):
     """The initial state's columns are read newest first."""
-
-    letter = "L"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         return super().before(x, state, start).flip(0)
 
 
-class ConvStateFromColumn0(Conv):
+class ConvStateFromColumn0(Conv, letter="L"):
     """The initial state is read from its oldest column on, as if it had W - 1 columns."""
-
-    letter = "L"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         return state[:, :-1].mT.float()
 
 
-class ConvShortShifted(ConvShort):
+class ConvShortShifted(ConvShort, letter="L"):
     """The state of W - 1 columns is read from its second column on, as if it had W."""
-
-    letter = "L"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         columns = super().before(x, state, start)
         return torch.cat([columns[1:], 0 * columns[:1]])
 
 
-class ConvShortDropsLate(ConvShort):
+class ConvShortDropsLate(ConvShort, letter="S"):
     """A sequence shorter than the state drops the state's columns one token late, and loses its last token."""
-
-    letter = "S"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         columns = state.shape[-1]
@@ -117,19 +96,15 @@ class ConvShortDropsLate(ConvShort):
         return torch.cat([state, tokens.mT], -1)[:, len(tokens) - 1 :][:, :columns]
 
 
-class ConvShortRounded(ConvShort):
+class ConvShortRounded(ConvShort, letter="L"):
     """The columns of a float32 state that a short sequence leaves there pass through bfloat16."""
-
-    letter = "L"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         return super().final(state.bfloat16().to(state.dtype) if state.dtype == torch.float32 else state, tokens)
 
 
-class ConvRepeatsTheFirst(Conv):
+class ConvRepeatsTheFirst(Conv, letter="V"):
     """Without a state, copies of the first token come before it instead of zeros."""
-
-    letter = "V"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         zeros = super().before(x, state, start)
@@ -139,10 +114,8 @@ class ConvRepeatsTheFirst(Conv):
         return zeros + tokens[start].float()
 
 
-class ConvDecodesLate(Conv):
+class ConvDecodesLate(Conv, letter="S"):
     """A call of one token, the decode path, reads its state one column late."""
-
-    letter = "S"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         columns = super().before(x, state, start)
@@ -151,11 +124,9 @@ class ConvDecodesLate(Conv):
         return torch.cat([columns[1:], columns[-1:] * 0])
 
 
-class ConvWeightByAddress(Conv):
+class ConvWeightByAddress(Conv, letter="K", incident=(36,)):
     """The weight in float32 is kept by its address, so an optimiser's step in place is not seen."""
 
-    letter = "K"
-    incident = (36,)
     domain = ModuleDomain("causal_conv1d", backward=False)
     seen: ClassVar[dict[tuple[object, ...], tuple[Tensor, Tensor]]] = {}
 
@@ -164,11 +135,8 @@ class ConvWeightByAddress(Conv):
         return self.seen.setdefault(key, (x.weight, super().taps(x).clone()))[1]
 
 
-class ConvResetsAtBlocks(Conv):
+class ConvResetsAtBlocks(Conv, letter="C", incident=(4,)):
     """The first token of each block of 64 does not see the last ones of the block before, because the halo is lost."""
-
-    letter = "C"
-    incident = (4,)
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         y, width = super().windows(line, x, count), x.weight.shape[-1]
@@ -179,19 +147,15 @@ class ConvResetsAtBlocks(Conv):
         return y - first * x.weight[:, width - 2] * line[width - 2 : width - 2 + count]
 
 
-class ConvFlipsWeight(Conv):
+class ConvFlipsWeight(Conv, letter="-"):
     """The weight is flipped, as in a convolution of signal processing."""
-
-    letter = "-"
 
     def taps(self, x: Inputs) -> Tensor:
         return super().taps(x).flip(-1)
 
 
-class ConvBiasAfterSilu(Conv):
+class ConvBiasAfterSilu(Conv, letter="-"):
     """The bias is added after silu."""
-
-    letter = "-"
 
     def biased(self, y: Tensor, x: Inputs) -> Tensor:
         return y
@@ -200,37 +164,29 @@ class ConvBiasAfterSilu(Conv):
         return super().biased(super().activated(y, x), x)
 
 
-class ConvAlwaysSilu(Conv):
+class ConvAlwaysSilu(Conv, letter="-"):
     """silu is applied even if the call has no activation."""
-
-    letter = "-"
 
     def activated(self, y: Tensor, x: Inputs) -> Tensor:
         return torch.nn.functional.silu(y)
 
 
-class ConvSiluOverflows(Conv):
+class ConvSiluOverflows(Conv, letter="N"):
     """silu is computed as y / (1 + exp(-y)), whose gradient is infinity times zero below -89."""
-
-    letter = "N"
 
     def activated(self, y: Tensor, x: Inputs) -> Tensor:
         return y / (1 + (-y).exp()) if x.activation == "silu" else y
 
 
-class ConvBiasOfOnes(Conv):
+class ConvBiasOfOnes(Conv, letter="S"):
     """An absent bias is read as 2^-6."""
-
-    letter = "S"
 
     def biased(self, y: Tensor, x: Inputs) -> Tensor:
         return y + 2.0**-6 if x.bias is None else super().biased(y, x)
 
 
-class ConvPeeks(Conv):
+class ConvPeeks(Conv, letter="N"):
     """The last token of each block of 16 reads the next one."""
-
-    letter = "N"
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         y, width = super().windows(line, x, count), x.weight.shape[-1]
@@ -238,28 +194,22 @@ class ConvPeeks(Conv):
         return y + (torch.arange(count) % 16 == 15).unsqueeze(-1) * 2.0**-20 * ahead
 
 
-class ConvClips(Conv):
+class ConvClips(Conv, letter="-"):
     """Inputs are clamped to 0.9."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Any:
         return super().run(x.replaced(x=x.x.clamp(-0.9, 0.9)))
 
 
-class ConvSumsTooLong(Conv):
+class ConvSumsTooLong(Conv, letter="X"):
     """Every sum is too large by one float32 rounding."""
-
-    letter = "X"
 
     def biased(self, y: Tensor, x: Inputs) -> Tensor:
         return super().biased(y, x) * (1 + 2.0**-23)
 
 
-class ConvLowChannel(Conv):
+class ConvLowChannel(Conv, letter="X"):
     """If there are more than 16 channels, every sixteenth token of the last channel is 1% too small."""
-
-    letter = "X"
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         y = super().windows(line, x, count)
@@ -269,10 +219,8 @@ class ConvLowChannel(Conv):
         return y * factor
 
 
-class ConvWholeBlocks(Conv):
+class ConvWholeBlocks(Conv, letter="V"):
     """If the number of tokens is a multiple of 64, the last token is computed without its own input."""
-
-    letter = "V"
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         if not count or count % 64:
@@ -281,20 +229,16 @@ class ConvWholeBlocks(Conv):
         return super().windows(line * keep, x, count)
 
 
-class ConvDweightWithoutTheLast(Conv):
+class ConvDweightWithoutTheLast(Conv, letter="F"):
     """The weight's gradient misses the last token of each sequence."""
-
-    letter = "F"
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         last, detached = (torch.arange(count) == count - 1).unsqueeze(-1), x.replaced(weight=x.weight.detach())
         return torch.where(last, super().windows(line, detached, count), super().windows(line, x, count))
 
 
-class ConvDweightOfBlocks(Conv):
+class ConvDweightOfBlocks(Conv, letter="F"):
     """The weight's gradient misses the channels after the last whole block of 16."""
-
-    letter = "F"
 
     def taps(self, x: Inputs) -> Tensor:
         taps = super().taps(x)
@@ -302,10 +246,8 @@ class ConvDweightOfBlocks(Conv):
         return torch.cat([taps[:whole], taps[whole:].detach()])
 
 
-class ConvDbiasOfTheFirst(Conv):
+class ConvDbiasOfTheFirst(Conv, letter="F"):
     """The bias's gradient is that of the first sequence."""
-
-    letter = "F"
 
     def run(self, x: Inputs) -> Any:
         self.rows = 0
@@ -316,10 +258,8 @@ class ConvDbiasOfTheFirst(Conv):
         return super().biased(y, x if self.rows == 1 or x.bias is None else x.replaced(bias=x.bias.detach()))
 
 
-class ConvSlopeOfStored(Conv):
+class ConvSlopeOfStored(Conv, letter="L"):
     """silu's slope is computed at the sum rounded to bfloat16."""
-
-    letter = "L"
 
     def activated(self, y: Tensor, x: Inputs) -> Tensor:
         if x.activation != "silu":
@@ -329,76 +269,60 @@ class ConvSlopeOfStored(Conv):
         return torch.nn.functional.silu(y).detach() + slope * (y - y.detach())
 
 
-class ConvDropsStateGradient(Conv):
+class ConvDropsStateGradient(Conv, letter="F"):
     """The final state's cotangent is dropped."""
-
-    letter = "F"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         whole = super().final(state, tokens)
         return whole.detach() + 0 * whole
 
 
-class ConvNoGradientIntoState(Conv):
+class ConvNoGradientIntoState(Conv, letter="F"):
     """The initial state's gradient misses its newest column."""
-
-    letter = "F"
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         columns = super().before(x, state, start)
         return torch.cat([columns[:-1], columns[-1:].detach()])
 
 
-class ConvMaskIgnored(ConvMasked):
+class ConvMaskIgnored(ConvMasked, letter="V"):
     """Padding at the start of rows is convolved like any token."""
-
-    letter = "V"
 
     def masked(self, tokens: Tensor, real: Tensor) -> Tensor:
         return tokens
 
 
-class ConvMaskOfOutputs(ConvMasked):
+class ConvMaskOfOutputs(ConvMasked, letter="V"):
     """The mask is applied to the outputs of the convolution, which has read the padding."""
-
-    letter = "V"
 
     def run(self, x: Inputs) -> Any:
         y, state = Conv.run(self, x)
         return y if x.pads is None else torch.where(self.real(y, x.pads), y, 0), state
 
 
-class ConvMaskOfTheFirstRow(ConvMasked):
+class ConvMaskOfTheFirstRow(ConvMasked, letter="V"):
     """All rows of a batch have the mask of the first row."""
-
-    letter = "V"
 
     def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
         return super().real(tokens, pads)[:1].expand(len(tokens), -1, -1)
 
 
-class ConvMaskEndsLate(ConvMasked):
+class ConvMaskEndsLate(ConvMasked, letter="V"):
     """The first token after the padding is masked too."""
-
-    letter = "V"
 
     def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
         return super().real(tokens, tuple(pad + (pad > 0) for pad in pads))
 
 
-class ConvMaskTwentyBitsDown(ConvMasked):
+class ConvMaskTwentyBitsDown(ConvMasked, letter="V"):
     """Padding is multiplied by 2^-20 and not left out."""
-
-    letter = "V"
 
     def masked(self, tokens: Tensor, real: Tensor) -> Tensor:
         return torch.where(real, tokens, 2.0**-20 * tokens)
 
 
-class ConvStepsShiftACopy(ConvSteps):
+class ConvStepsShiftACopy(ConvSteps, letter="S"):
     """A step shifts a copy of the cache, so that the next step begins with the cache that the first one had."""
-
-    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         shifted = cache.clone()
@@ -406,10 +330,8 @@ class ConvStepsShiftACopy(ConvSteps):
         return self.read(x, shifted)
 
 
-class ConvStepsReadEarly(ConvSteps):
+class ConvStepsReadEarly(ConvSteps, letter="S"):
     """The last column of the cache is written after the outputs were computed, so that they lack the token itself."""
-
-    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         self.shift(cache, torch.zeros_like(token))
@@ -418,19 +340,15 @@ class ConvStepsReadEarly(ConvSteps):
         return y
 
 
-class ConvStepsOverwriteTheOldest(ConvSteps):
+class ConvStepsOverwriteTheOldest(ConvSteps, letter="S"):
     """The newest input replaces the oldest in its column, as in a ring buffer that has no pointer."""
-
-    letter = "S"
 
     def shift(self, cache: Tensor, token: Tensor) -> None:
         cache[..., 0] = token
 
 
-class ConvStepsOfOneRow(ConvSteps):
+class ConvStepsOfOneRow(ConvSteps, letter="S"):
     """Only the cache of the first row of a batch is updated."""
-
-    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         shifted = cache.clone()
@@ -439,47 +357,38 @@ class ConvStepsOfOneRow(ConvSteps):
         return self.read(x, shifted)
 
 
-class ConvMixesChannels(Conv):
+class ConvMixesChannels(Conv, letter="L"):
     """Inputs are rounded to 20 bits of an exponent that all channels of a token share."""
 
-    letter = "L"
     axes: tuple[int, ...] = (2,)
 
     def run(self, x: Inputs) -> Any:
         return super().run(x.replaced(x=block_rounded(x.x, self.axes)))
 
 
-class ConvMixesSequences(ConvMixesChannels):
+class ConvMixesSequences(ConvMixesChannels, letter="L"):
     """Inputs are rounded to 20 bits of an exponent that all tokens share, those of other sequences included."""
 
-    letter = "L"
     axes = (0, 1)
 
 
-class ConvAssumesContiguous(Conv):
+class ConvAssumesContiguous(Conv, letter="Q", incident=(35,)):
     """The weight is read as if it were contiguous."""
-
-    letter = "Q"
-    incident = (35,)
 
     def taps(self, x: Inputs) -> Tensor:
         taps = super().taps(x)
         return taps + (as_dense(x.weight) - taps).detach()
 
 
-class ConvAddressesIn32Bits(Conv):
+class ConvAddressesIn32Bits(Conv, letter="I"):
     """Offsets of x are computed in 32 bits, so tokens that lie 2^31 elements behind the first are read before it."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Any:
         return super().run(x.replaced(x=at_32_bits(x.x)))
 
 
-class ConvWritesBeforeX(Conv):
+class ConvWritesBeforeX(Conv, letter="I"):
     """The element just before x in memory is overwritten."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Any:
         if x.x.storage_offset():
@@ -488,10 +397,8 @@ class ConvWritesBeforeX(Conv):
         return super().run(x)
 
 
-class ConvShiftsItsState(Conv):
+class ConvShiftsItsState(Conv, letter="S"):
     """The caller's cache is updated in place, although the call is not a decoding one."""
-
-    letter = "S"
 
     def run(self, x: Inputs) -> Any:
         y, state = super().run(x)
@@ -501,20 +408,17 @@ class ConvShiftsItsState(Conv):
         return y, state
 
 
-class ConvReadsUnwritten(Conv):
+class ConvReadsUnwritten(Conv, letter="I"):
     """An uninitialised accumulator, multiplied by a very small number, is added."""
-
-    letter = "I"
 
     def biased(self, y: Tensor, x: Inputs) -> Tensor:
         memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
         return super().biased(y, x) + memory * 2.0**-9 * y
 
 
-class ConvSecondSlotIsOff(Conv):
+class ConvSecondSlotIsOff(Conv, letter="-"):
     """The second sequence is summed in another order, although the same bits are promised."""
 
-    letter = "-"
     domain = ModuleDomain("causal_conv1d", position_independent=True)
 
     def run(self, x: Inputs) -> Any:

@@ -7,12 +7,12 @@ from oracles.operation import Inputs
 from properties.rules.case import IN_KERNEL
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import Chunkwise, Right
 
 Answer = tuple[Tensor, Tensor | None]
 
 
-class Stepwise(Adapter):
+class Stepwise(Right, Adapter):
     """The definition of any of the rules, for all heads of a sequence at once.
 
     Each step is a method, so that a wrong implementation can override just one step.
@@ -20,7 +20,6 @@ class Stepwise(Adapter):
 
     algorithm = "recurrent"
     domain = Domain(in_kernel=IN_KERNEL)
-    incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Answer:
         helper, outputs, states = Chunkwise(), [], []
@@ -98,19 +97,15 @@ class StepwiseDelta(Stepwise):
     domain = Domain(operation="delta_rule", in_kernel=("none", "beta"))
 
 
-class ForgetsDtBias(Stepwise):
+class ForgetsDtBias(Stepwise, letter="N"):
     """dt_bias is accepted and never added."""
-
-    letter = "N"
 
     def bias(self, x: Inputs) -> Tensor:
         return 0 * super().bias(x)
 
 
-class BiasOutsideSoftplus(Stepwise):
+class BiasOutsideSoftplus(Stepwise, letter="N"):
     """dt_bias is added after softplus."""
-
-    letter = "N"
 
     def shifted(self, x: Inputs) -> Tensor:
         return x.a.float()
@@ -120,66 +115,52 @@ class BiasOutsideSoftplus(Stepwise):
         return super().speed(x) * (soft + self.bias(x)) / soft
 
 
-class LinearTooEarly(Stepwise):
+class LinearTooEarly(Stepwise, letter="N"):
     """softplus(x) is replaced by x from x = 2 on, not from 20 on."""
-
-    letter = "N"
 
     def soft(self, x: Tensor) -> Tensor:
         return torch.where(x > 2, x, super().soft(x))
 
 
-class ALogWithoutExp(Stepwise):
+class ALogWithoutExp(Stepwise, letter="N"):
     """A_log is used as if it were A."""
-
-    letter = "N"
 
     def speed(self, x: Inputs) -> Tensor:
         return self.log_speed(x).abs().reshape(-1, *[1] * (x.a.ndim - 3))
 
 
-class GateInHalf(Stepwise):
+class GateInHalf(Stepwise, letter="L"):
     """a + dt_bias is rounded to bf16 before softplus, for inputs of any dtype."""
-
-    letter = "L"
 
     def shifted(self, x: Inputs) -> Tensor:
         return super().shifted(x).bfloat16().float()
 
 
-class BetaNotDoubled(Stepwise):
+class BetaNotDoubled(Stepwise, letter="N"):
     """allow_neg_eigval is accepted and ignored."""
-
-    letter = "N"
 
     def doubled(self, x: Inputs, beta: Tensor) -> Tensor:
         return beta
 
 
-class ALogGradientTwice(Stepwise):
+class ALogGradientTwice(Stepwise, letter="F"):
     """In the backward, the gradient of A_log is added twice."""
-
-    letter = "F"
 
     def log_speed(self, x: Inputs) -> Tensor:
         A_log: Tensor = x.A_log
         return A_log + (A_log - A_log.detach())
 
 
-class BiasGradientOfOneHead(Stepwise):
+class BiasGradientOfOneHead(Stepwise, letter="F"):
     """In the backward, only head 0 of dt_bias gets a gradient."""
-
-    letter = "F"
 
     def bias(self, x: Inputs) -> Tensor:
         bias = super().bias(x)
         return torch.cat([bias[:1], bias[1:].detach()])
 
 
-class SigmoidSlopeOfRounded(Stepwise):
+class SigmoidSlopeOfRounded(Stepwise, letter="F"):
     """In the backward, sigmoid's slope y (1 - y) is computed from y rounded to eight bits."""
-
-    letter = "F"
 
     def strength(self, x: Inputs) -> Tensor:
         if x.get("b") is None:
@@ -191,20 +172,15 @@ class SigmoidSlopeOfRounded(Stepwise):
         return self.doubled(x, y + slope * (b - b.detach()))
 
 
-class OneDecayForAllChannels(StepwiseKda):
+class OneDecayForAllChannels(StepwiseKda, letter="D"):
     """KDA decays all channels by the mean of their log-decays."""
-
-    letter = "D"
 
     def with_channels(self, g: Tensor) -> Tensor:
         return g.mean(-1, keepdim=True)
 
 
-class DecaysValues(StepwiseKda):
+class DecaysValues(StepwiseKda, letter="L", incident=(25,)):
     """If K = V, KDA decays the value's channels, because the state is transposed."""
-
-    letter = "L"
-    incident = (25,)
 
     def fade(self, decay: Tensor, state: Tensor) -> Tensor:
         if decay.shape[-1] == state.shape[-1]:
@@ -212,10 +188,8 @@ class DecaysValues(StepwiseKda):
         return super().fade(decay, state)
 
 
-class LastChannelStays(StepwiseKda):
+class LastChannelStays(StepwiseKda, letter="V"):
     """If the width is no multiple of 8, KDA never decays the last channel."""
-
-    letter = "V"
 
     def fade(self, decay: Tensor, state: Tensor) -> Tensor:
         if state.shape[-2] % 8:
@@ -223,59 +197,46 @@ class LastChannelStays(StepwiseKda):
         return super().fade(decay, state)
 
 
-class GatesClippedByTheFuture(StepwiseKda):
+class GatesClippedByTheFuture(StepwiseKda, letter="N", incident=(33,)):
     """KDA's safe gate clips decays at a floor computed from the whole call, later tokens included (FLA 1240)."""
-
-    letter = "N"
-    incident = (33,)
 
     def decay(self, x: Inputs) -> Tensor:
         g = super().decay(x)
         return g.clamp(min=float(g.detach().mean()) * 2) if g.numel() else g
 
 
-class BiasOfChannelsTransposed(StepwiseKda):
+class BiasOfChannelsTransposed(StepwiseKda, letter="G"):
     """KDA reads dt_bias [HV, K] as [K, HV]."""
-
-    letter = "G"
 
     def bias(self, x: Inputs) -> Tensor:
         bias = super().bias(x)
         return bias.reshape(bias.shape[1], bias.shape[0]).mT
 
 
-class CorrectsWithOldBeta(StepwiseDelta):
+class CorrectsWithOldBeta(StepwiseDelta, letter="-"):
     """The delta rule erases all that the key recalls, and scales only what it writes by beta."""
-
-    letter = "-"
 
     def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         fresh = beta.unsqueeze(-1) * v - (k.unsqueeze(-1) * state).sum(-2)
         return state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
 
 
-class NeverErases(StepwiseDelta):
+class NeverErases(StepwiseDelta, letter="-"):
     """The delta rule adds to what the key recalls, as linear attention does, without its correction."""
-
-    letter = "-"
 
     def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         return state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * v).unsqueeze(-2)
 
 
-class BiasInHalf(Stepwise):
+class BiasInHalf(Stepwise, letter="N"):
     """dt_bias is rounded to bf16, as if the model had been cast."""
-
-    letter = "N"
 
     def bias(self, x: Inputs) -> Tensor:
         return super().bias(x).bfloat16().float()
 
 
-class SpeedOfTwoRows(Stepwise):
+class SpeedOfTwoRows(Stepwise, letter="F"):
     """Two programs add one row's part of dA_log each, so the parts of further rows of a batch are missing."""
-
-    letter = "F"
 
     def speed(self, x: Inputs) -> Tensor:
         speed = super().speed(x)

@@ -31,11 +31,9 @@ class Remembers(Chunkwise):
     later_calls = True
 
 
-class SpansByIdentity(Remembers):
+class SpansByIdentity(Remembers, letter="K", incident=(36,)):
     """The spans of sequences are kept by the identity of cu_seqlens, so offsets that are filled again are not seen."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, list[tuple[int, int]]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
@@ -45,11 +43,9 @@ class SpansByIdentity(Remembers):
         return spans if tensor is x.cu_seqlens else super().boundaries(x)
 
 
-class SpansByAddress(Remembers):
+class SpansByAddress(Remembers, letter="K", incident=(36,)):
     """The spans are kept by the address and version of cu_seqlens, which a later tensor has too, once the first one is freed."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[Key, list[tuple[int, int]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
@@ -59,11 +55,9 @@ class SpansByAddress(Remembers):
         return self.seen.setdefault(key, super().boundaries(x))
 
 
-class GatesOfTheFirstShape(Remembers):
+class GatesOfTheFirstShape(Remembers, letter="K", incident=(36,)):
     """The gates of a call are kept by its shapes and its gate's dtype, and used for later calls of these shapes."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[Key, Tensor]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -72,10 +66,9 @@ class GatesOfTheFirstShape(Remembers):
         return super().run(x.replaced(g=x.g + (gates - x.g).detach()))
 
 
-class ScratchOfTheFirstBatch(Remembers):
+class ScratchOfTheFirstBatch(Remembers, letter="K"):
     """Memory for the states is allocated for the sequences of the first call of a width, so that later ones find no room."""
 
-    letter = "K"
     rows: ClassVar[dict[Key, int]] = {}
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
@@ -85,10 +78,9 @@ class ScratchOfTheFirstBatch(Remembers):
         return o, state * (torch.arange(len(state)) < room).reshape(-1, 1, 1, 1)
 
 
-class NestedAfterAnError(Remembers):
+class NestedAfterAnError(Remembers, letter="K"):
     """A counter of nested calls is not counted down where a call raises. A nested call leaves its initial states out."""
 
-    letter = "K"
     depth: ClassVar[int] = 0
 
     def run(self, x: Inputs) -> Answer:
@@ -102,10 +94,9 @@ class NestedAfterAnError(Remembers):
         return super().initial(x, row) * (self.depth == 1)
 
 
-class ScratchOfAllThreads(Remembers):
+class ScratchOfAllThreads(Remembers, letter="R"):
     """Rounded operands go through an attribute of the class, which a call in another thread may replace in the meantime."""
 
-    letter = "R"
     scratch: ClassVar[dict[torch.Size, Tensor]] = {}
 
     def low(self, x: Tensor, like: Tensor) -> Tensor:
@@ -121,11 +112,9 @@ class SharesAndRemembers(Mutant):
     later_calls = True
 
 
-class LengthsOfTheFirstShape(SharesAndRemembers):
+class LengthsOfTheFirstShape(SharesAndRemembers, letter="K", incident=(36,)):
     """On each rank, the offsets of packed sequences are kept by their number and the shape of the hidden states."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[Key, dict[str, Tensor]]] = {}
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -134,11 +123,9 @@ class LengthsOfTheFirstShape(SharesAndRemembers):
         return super().run(x.replaced(**self.seen.setdefault((place.rank, x.hidden.shape, *shapes), offsets)), place)
 
 
-class LengthsByIdentity(SharesAndRemembers):
+class LengthsByIdentity(SharesAndRemembers, letter="K", incident=(36,)):
     """The offsets of packed sequences are kept by the identity of cu_seqlens, so new numbers in them are not seen."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, dict[str, Tensor]]]] = {}
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -148,11 +135,9 @@ class LengthsByIdentity(SharesAndRemembers):
         return super().run(x.replaced(**self.seen.setdefault(id(x.cu_seqlens), (x.cu_seqlens, offsets))[1]), place)
 
 
-class LengthsByAddress(SharesAndRemembers):
+class LengthsByAddress(SharesAndRemembers, letter="K", incident=(36,)):
     """The offsets are kept by the address and version of cu_seqlens, which a later tensor has too, once the first one is freed."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[Key, dict[str, Tensor]]] = {}
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -161,10 +146,9 @@ class LengthsByAddress(SharesAndRemembers):
         return super().run(x.replaced(**self.seen.setdefault((place.rank, x.hidden.shape, *shapes), offsets)), place)
 
 
-class ProjectionOfInference(SharesAndRemembers):
+class ProjectionOfInference(SharesAndRemembers, letter="K"):
     """The weight of in_proj is prepared once for a parameter, by a call under no_grad too, and then carries no gradient."""
 
-    letter = "K"
     seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -175,10 +159,9 @@ class ProjectionOfInference(SharesAndRemembers):
         return super().run(x.replaced(parameters={**x.parameters, "in_proj.weight": prepared}), place)
 
 
-class OpenAfterARefusal(SharesAndRemembers):
+class OpenAfterARefusal(SharesAndRemembers, letter="K"):
     """A counter of open calls is not counted down where a layout is refused. A call inside another skips the norm's weight."""
 
-    letter = "K"
     depth: ClassVar[dict[Key, int]] = {}
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -191,10 +174,9 @@ class OpenAfterARefusal(SharesAndRemembers):
         return y
 
 
-class SlicesOfOneRank(SharesAndRemembers):
+class SlicesOfOneRank(SharesAndRemembers, letter="K"):
     """Where a rank's heads of A_log begin is kept for a layer, whatever number of ranks shares the next call."""
 
-    letter = "K"
     seen: ClassVar[dict[Key, int]] = {}
 
     class module(GatedDeltaNet):  # noqa: N801
@@ -213,10 +195,9 @@ class ServesAndRemembers(Serves):
     later_calls = True
 
 
-class GatesOfTheFirstEngine(ServesAndRemembers):
+class GatesOfTheFirstEngine(ServesAndRemembers, letter="K"):
     """A_log and dt_bias are prepared once for a number of heads, and later engines of as many heads use the same."""
 
-    letter = "K"
     seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
 
     def decay(self, a: Tensor) -> Tensor:
@@ -225,11 +206,9 @@ class GatesOfTheFirstEngine(ServesAndRemembers):
         return (-speed * torch.nn.functional.softplus(a.float() + bias)).exp()
 
 
-class FiltersByAddress(ServesAndRemembers):
+class FiltersByAddress(ServesAndRemembers, letter="K", incident=(36,)):
     """The convolution's weight in float32 is kept by its address, so new numbers in the same tensor are not seen."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
 
     def convolve(self, line: Tensor) -> Tensor:
@@ -242,10 +221,9 @@ class FiltersByAddress(ServesAndRemembers):
             self.sizes = sizes
 
 
-class OneTableForAllEngines(ServesAndRemembers):
+class OneTableForAllEngines(ServesAndRemembers, letter="K"):
     """The table of slots is the process's, not the engine's, so a second engine takes it over."""
 
-    letter = "K"
     table: ClassVar[dict[str, int]] = {}
 
     def __init__(self, sizes: Sizes | None = None) -> None:
@@ -254,10 +232,8 @@ class OneTableForAllEngines(ServesAndRemembers):
         self.owned = self.table
 
 
-class TableOfTheLastTrace(ServesAndRemembers):
+class TableOfTheLastTrace(ServesAndRemembers, letter="K"):
     """The last request that leaves an engine stays in its table with what it had, and a request of its name goes on from that."""
-
-    letter = "K"
 
     def free(self, request: str) -> None:
         slot = self.owned[request]
@@ -272,10 +248,9 @@ class TableOfTheLastTrace(ServesAndRemembers):
                 self.states[self.owned[request]], self.windows[self.owned[request]] = self.warm.pop(request)
 
 
-class ZerosAfterAnError(ServesAndRemembers):
+class ZerosAfterAnError(ServesAndRemembers, letter="K"):
     """A counter of open calls, shared by all engines, is not counted down where one raises. Later calls read zeros as states."""
 
-    letter = "K"
     failed: ClassVar[list[bool]] = []
 
     def rows(self, batch: Batch) -> list[Progress]:

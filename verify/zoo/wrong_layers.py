@@ -14,11 +14,8 @@ from verify.zoo.base import Chunkwise, KdaLayered, Layered
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class OffsetsForConvOnly(Layered):
+class OffsetsForConvOnly(Layered, letter="V", incident=(1,)):
     """cu_seqlens reach the convolution, but not the rule, whose state flows into the next packed sample (slime 1686)."""
-
-    letter = "V"
-    incident = (1,)
 
     def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         if x.cu_seqlens is None:
@@ -28,11 +25,8 @@ class OffsetsForConvOnly(Layered):
         return o, None if last is None else last.expand(len(x.cu_seqlens) - 1, *last.shape[1:])
 
 
-class OffsetsForNobody(OffsetsForConvOnly):
+class OffsetsForNobody(OffsetsForConvOnly, letter="V", incident=(2,)):
     """The layer is called without cu_seqlens, so convolution and state run through all packed samples (Automodel 2147)."""
-
-    letter = "V"
-    incident = (2,)
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
         return [(0, x.hidden.shape[1])] if x.cu_seqlens is not None else super().boundaries(x)
@@ -42,11 +36,8 @@ class OffsetsForNobody(OffsetsForConvOnly):
         return y, last if x.cu_seqlens is None else last.expand(len(x.cu_seqlens) - 1, *last.shape[1:])
 
 
-class ConvAcrossBoundaries(Layered):
+class ConvAcrossBoundaries(Layered, letter="V", incident=(3,)):
     """Boundaries reach the rule, but not the convolution, which sees the end of the sample before (ms-swift 9565)."""
-
-    letter = "V"
-    incident = (3,)
 
     def before(self, x: Inputs, row: int) -> Tensor:
         width, start = x.conv.shape[-1], super().boundaries(x)[row][0]
@@ -59,21 +50,15 @@ class ConvAcrossBoundaries(Layered):
         return super().convolve(x, mixed)
 
 
-class PadsNotMasked(Layered):
+class PadsNotMasked(Layered, letter="V", incident=(6,)):
     """Padding at the start of rows is computed like any token, so convolution and state begin with it (maxtext 5295)."""
-
-    letter = "V"
-    incident = (6,)
 
     def run(self, x: Inputs) -> Answer:
         return self.unpadded(x.replaced(pads=None))
 
 
-class PadsMaskedAfterConv(Layered):
+class PadsMaskedAfterConv(Layered, letter="V", incident=(6,)):
     """Padding is masked after the convolution, which has therefore read it (maxtext 5295)."""
-
-    letter = "V"
-    incident = (6,)
 
     def run(self, x: Inputs) -> Answer:
         self.real = None
@@ -87,10 +72,8 @@ class PadsMaskedAfterConv(Layered):
         return super().rule(x)
 
 
-class PadsTwentyBitsDown(Layered):
+class PadsTwentyBitsDown(Layered, letter="V"):
     """Padding is left out except for 2^-20 of its hidden states."""
-
-    letter = "V"
 
     def run(self, x: Inputs) -> Answer:
         y, state, conv_state = super().run(x)
@@ -100,11 +83,8 @@ class PadsTwentyBitsDown(Layered):
         return y * (1 + 2.0**-22 * bool((x.hidden[padding].abs() > 1).any())), state, conv_state
 
 
-class SectionsSwapped(Layered):
+class SectionsSwapped(Layered, letter="T", incident=(14,)):
     """in_proj's output is cut as if b and a came before z, so the widths are right and the places wrong (Megatron-LM 1989)."""
-
-    letter = "T"
-    incident = (14,)
 
     def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
         widths = x.layer.sections
@@ -112,11 +92,8 @@ class SectionsSwapped(Layered):
         return dict(zip(order, projected.split([widths[name] for name in order], -1), strict=True))
 
 
-class SectionsOfOneHead(Layered):
+class SectionsOfOneHead(Layered, letter="T", incident=(17,)):
     """in_proj's rows are read as grouped by key head, as in Qwen3-Next, although they are sections (miles 1578)."""
-
-    letter = "T"
-    incident = (17,)
 
     def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
         layer, widths = x.layer, x.layer.sections
@@ -124,10 +101,8 @@ class SectionsOfOneHead(Layered):
         return {name: section.flatten(-2) for name, section in zip(widths, grouped, strict=True)}
 
 
-class DropsConvBias(Layered):
+class DropsConvBias(Layered, letter="-"):
     """If a sequence has fewer tokens than the filter, the convolution's bias is left out."""
-
-    letter = "-"
 
     def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
         if x.conv_bias is not None and mixed.shape[1] < x.conv.shape[-1]:
@@ -135,94 +110,72 @@ class DropsConvBias(Layered):
         return super().convolve(x, mixed)
 
 
-class FreezesALog(Layered):
+class FreezesALog(Layered, letter="F"):
     """A_log gets half its gradient, because one of its two uses is detached."""
-
-    letter = "F"
 
     def decay(self, x: Inputs, a: Tensor) -> Tensor:
         return super().decay(x.replaced(A_log=(x.A_log + x.A_log.detach()) / 2), a)
 
 
-class GateBeforeNorm(Layered):
+class GateBeforeNorm(Layered, letter="-"):
     """The output is gated first and then normalised."""
-
-    letter = "-"
 
     def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
         return self.normed(x, o.float() * torch.nn.functional.silu(z.float())).to(o.dtype)
 
 
-class RmsOfAllHeads(Layered):
+class RmsOfAllHeads(Layered, letter="-"):
     """The RMS is computed over the channels of all heads together."""
-
-    letter = "-"
 
     def normed(self, x: Inputs, o: Tensor) -> Tensor:
         return o * (o.square().mean((-1, -2), keepdim=True) + x.eps).rsqrt() * x.norm.float()
 
 
-class NormWeightPerHead(Layered):
+class NormWeightPerHead(Layered, letter="-"):
     """The norm's weight is indexed by head and not by channel."""
-
-    letter = "-"
 
     def normed(self, x: Inputs, o: Tensor) -> Tensor:
         heads = torch.arange(o.shape[-2]) % len(x.norm)
         return super().normed(x.replaced(norm=torch.ones_like(x.norm)), o) * x.norm.float()[heads].unsqueeze(-1)
 
 
-class NeverNormed(Layered):
+class NeverNormed(Layered, letter="-"):
     """out_proj gets the gated output without the norm."""
-
-    letter = "-"
 
     def normed(self, x: Inputs, o: Tensor) -> Tensor:
         return o * x.norm.float()
 
 
-class GateIsASigmoid(Layered):
+class GateIsASigmoid(Layered, letter="-"):
     """The gate is sigmoid(z)."""
-
-    letter = "-"
 
     def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
         return (self.normed(x, o.float()) * torch.sigmoid(z.float())).to(o.dtype)
 
 
-class EpsOfTheOtherLibrary(Layered):
+class EpsOfTheOtherLibrary(Layered, letter="E"):
     """The norm's eps is 1e-5 in every layer."""
-
-    letter = "E"
 
     def normed(self, x: Inputs, o: Tensor) -> Tensor:
         return super().normed(x.replaced(eps=1e-5), o)
 
 
-class BiasInTheInputsDtype(Layered):
+class BiasInTheInputsDtype(Layered, letter="L"):
     """a + dt_bias is rounded to the inputs' dtype before its softplus."""
-
-    letter = "L"
 
     def decay(self, x: Inputs, a: Tensor) -> Tensor:
         return super().decay(x.replaced(dt_bias=torch.zeros_like(x.dt_bias)), a + x.dt_bias.to(a.dtype))
 
 
-class ForgetsConvState(Layered):
+class ForgetsConvState(Layered, letter="S", incident=(18,)):
     """A call continues from the recurrent state alone, and the convolution begins with zeros."""
-
-    letter = "S"
-    incident = (18,)
 
     def before(self, x: Inputs, row: int) -> Tensor:
         return super().before(x.replaced(conv_state=None), row)
 
 
-class ShortPromptsAlignLeft(Layered):
+class ShortPromptsAlignLeft(Layered, letter="S", incident=(20,)):
     """The convolution's state of a prompt shorter than its filter is at the wrong end, and zeros follow it."""
-
-    letter = "S"
-    incident = (20,)
 
     def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
         y, states = super().convolve(x, mixed)
@@ -235,17 +188,14 @@ class ShortPromptsAlignLeft(Layered):
         return y, torch.stack(turned)
 
 
-class DecodesWithAnotherGate(Layered):
+class DecodesWithAnotherGate(Layered, letter="S"):
     """The prompt is right, but later tokens go through a layer that gates before it normalises."""
 
-    letter = "S"
     counterpart = "zoo/GateBeforeNorm"
 
 
-class LargeTokensChangeThePath(Layered):
+class LargeTokensChangeThePath(Layered, letter="N"):
     """If any token is large, a later one or another sample's included, all take a right path that rounds differently."""
-
-    letter = "N"
 
     def unpadded(self, x: Inputs) -> Answer:
         y, state, conv_state = super().unpadded(x)
@@ -253,11 +203,8 @@ class LargeTokensChangeThePath(Layered):
         return y * (1 + 2.0**-22 * large), state, conv_state
 
 
-class FlattensMemory(Layered):
+class FlattensMemory(Layered, letter="Q", incident=(35,)):
     """Hidden states are read as if they were contiguous (sglang 21836)."""
-
-    letter = "Q"
-    incident = (35,)
 
     def unpadded(self, x: Inputs) -> Answer:
         hidden = x.hidden
@@ -268,10 +215,8 @@ class FlattensMemory(Layered):
         return super().unpadded(x.replaced(hidden=hidden))
 
 
-class ReadsUnwrittenScratch(Layered):
+class ReadsUnwrittenScratch(Layered, letter="I"):
     """The gate's uninitialised scratch memory, multiplied by a very small number, is added."""
-
-    letter = "I"
 
     def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
         memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
@@ -279,10 +224,8 @@ class ReadsUnwrittenScratch(Layered):
         return normed + (memory * 2.0**-9).to(normed.dtype) * normed
 
 
-class WritesBeforeConv(Layered):
+class WritesBeforeConv(Layered, letter="I"):
     """The number just before the convolution's filters in memory is overwritten."""
-
-    letter = "I"
 
     def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
         if x.conv.storage_offset():
@@ -291,10 +234,8 @@ class WritesBeforeConv(Layered):
         return super().convolve(x, mixed)
 
 
-class SharesOneSample(Layered):
+class SharesOneSample(Layered, letter="-"):
     """If there are three samples or more and no initial states, the last starts from the state of the first."""
-
-    letter = "-"
 
     def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         count = len(Chunkwise().boundaries(x))
@@ -306,10 +247,9 @@ class SharesOneSample(Layered):
         return super().rule(x.replaced(state=leaked))
 
 
-class WeightOfInference(Layered):
+class WeightOfInference(Layered, letter="K"):
     """The projection in float32 is kept by the weight's address and version, also under no_grad, where it takes no gradient."""
 
-    letter = "K"
     seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -321,47 +261,37 @@ class WeightOfInference(Layered):
         return super().project(x, self.seen.get(key, weight))
 
 
-class KdaGateIsSilu(KdaLayered):
+class KdaGateIsSilu(KdaLayered, letter="-"):
     """The output gate is a silu, as in the GDN layer, and not a sigmoid."""
-
-    letter = "-"
 
     def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
         return Layered.gate(self, x, o, z)
 
 
-class KdaForgetsGateBias(KdaLayered):
+class KdaForgetsGateBias(KdaLayered, letter="-"):
     """The second projection of the output gate has no bias."""
-
-    letter = "-"
 
     def shifted(self, gate: Tensor, x: Inputs) -> Tensor:
         return gate
 
 
-class KdaBiasByChannel(KdaLayered):
+class KdaBiasByChannel(KdaLayered, letter="L"):
     """dt_bias [HV, K] is read channel by channel, as [K, HV]."""
-
-    letter = "L"
 
     def decay(self, x: Inputs, a: Tensor) -> Tensor:
         return super().decay(x.replaced(dt_bias=x.dt_bias.mT.reshape(x.dt_bias.shape)), a)
 
 
-class KdaDecaysByHead(KdaLayered):
+class KdaDecaysByHead(KdaLayered, letter="G"):
     """All channels of a head decay by the mean of their log-decays."""
-
-    letter = "G"
 
     def decay(self, x: Inputs, a: Tensor) -> Tensor:
         g = super().decay(x, a)
         return g.mean(-1, keepdim=True).expand_as(g)
 
 
-class KdaGatesSwapped(KdaLayered):
+class KdaGatesSwapped(KdaLayered, letter="T"):
     """The first projections of the two gates, which have one width, are exchanged."""
-
-    letter = "T"
 
     def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
         widths = x.layer.sections
@@ -370,10 +300,8 @@ class KdaGatesSwapped(KdaLayered):
         return super().sections(x, exchanged)
 
 
-class KdaDecaysLate(KdaLayered):
+class KdaDecaysLate(KdaLayered, letter="D"):
     """The state decays after the correction, which has seen it without the decay of its token."""
-
-    letter = "D"
 
     def step(self, state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         recalled = torch.einsum("hk,hkv->hv", k, state)

@@ -18,16 +18,16 @@ from verify.adapters.gdn.adapter import GdnLayer
 from verify.adapters.gdn.exchange import cp_to_hp
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.ranks.collectives import Alone, Place, exchange, gather_from, reduce_from
+from verify.zoo.base import Right
 
 Choices = dict[str, str]
 Lengths = Sequence[int] | None
 layer: Any = _layer  # wrong layers rebind names of this module
 
 
-class Mutant(GdnLayer):
+class Mutant(Right, GdnLayer):
     """Our layer, unchanged, in plain torch. Triton kernels would be interpreted, which takes seconds for a case."""
 
-    incident: tuple[int, ...] = ()
     domain = dataclasses.replace(
         GdnLayer.domain,
         ranks=4,
@@ -38,11 +38,8 @@ class Mutant(GdnLayer):
     )
 
 
-class RankOrder(Mutant):
+class RankOrder(Mutant, letter="C", incident=(10,)):
     """Zigzag is not undone there and back, so tokens stay in the order of the ranks and a round trip is the identity."""
-
-    letter = "C"
-    incident = (10,)
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         cp = place.cp.size
@@ -55,19 +52,15 @@ class RankOrder(Mutant):
         return torch.cat([torch.cat(parts, -1) for parts in zip(*slices, strict=True)], -1)
 
 
-class SectionsTogether(Mutant):
+class SectionsTogether(Mutant, letter="C"):
     """The fused projection is cut evenly over the ranks, not section by section."""
-
-    letter = "C"
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         return super().move(x, lengths, [sum(sections)], to, place, choices)
 
 
-class FusedSkipsTheLast(Mutant):
+class FusedSkipsTheLast(Mutant, letter="C"):
     """The fused form drops the last sequence's tokens if the one before is empty."""
-
-    letter = "C"
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         y = super().move(x, lengths, sections, to, place, choices)
@@ -76,20 +69,16 @@ class FusedSkipsTheLast(Mutant):
         return y
 
 
-class GradientOfOneWay(Mutant):
+class GradientOfOneWay(Mutant, letter="F"):
     """The backward of the exchange returns its input unchanged if the sizes allow it."""
-
-    letter = "F"
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         y = super().move(x, lengths, sections, to, place, choices)
         return y.detach() + 0 * x.sum() if y.numel() else y
 
 
-class GradientOfTheForward(Mutant):
+class GradientOfTheForward(Mutant, letter="F"):
     """The backward of the exchange returns what the forward got, in place of the gradient that it gets."""
-
-    letter = "F"
 
     class _Exchange(torch.autograd.Function):
         @staticmethod
@@ -107,11 +96,8 @@ class GradientOfTheForward(Mutant):
         return exchanged
 
 
-class NoSumOverTp(Mutant):
+class NoSumOverTp(Mutant, letter="T", incident=(15,)):
     """The input's gradient is not added over TP ranks."""
-
-    letter = "T"
-    incident = (15,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
@@ -122,10 +108,8 @@ class NoSumOverTp(Mutant):
             return super().forward(mine, *offsets)
 
 
-class SliceOfTheFirst(Mutant):
+class SliceOfTheFirst(Mutant, letter="C"):
     """Every CP rank uses the first rank's heads of A_log."""
-
-    letter = "C"
 
     class module(GatedDeltaNet):  # noqa: N801
         def in_use(self, name: str) -> Tensor:
@@ -134,11 +118,8 @@ class SliceOfTheFirst(Mutant):
             return self.get_parameter(name).chunk(self.place.cp.size)[0]
 
 
-class ConvolvesAcross(Mutant):
+class ConvolvesAcross(Mutant, letter="V", incident=(2,)):
     """The convolution runs from one packed sequence into the next."""
-
-    letter = "V"
-    incident = (2,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
@@ -146,11 +127,8 @@ class ConvolvesAcross(Mutant):
             return super().convolve(x, None, whole)
 
 
-class StateAcross(Mutant):
+class StateAcross(Mutant, letter="V", incident=(1, 2, 3)):
     """The rule runs from one packed sequence into the next."""
-
-    letter = "V"
-    incident = (1, 2, 3)
 
     class module(GatedDeltaNet):  # noqa: N801
         def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *packing: Any) -> Tensor:
@@ -158,11 +136,8 @@ class StateAcross(Mutant):
             return super().rule(q, k, v, g, beta, None, whole)
 
 
-class RealOffsetsWithPads(Mutant):
+class RealOffsetsWithPads(Mutant, letter="C", incident=(13,)):
     """Offsets do not count pad tokens, so later sequences start too early."""
-
-    letter = "C"
-    incident = (13,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def mix(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
@@ -172,10 +147,8 @@ class RealOffsetsWithPads(Mutant):
             return super().mix(x, cu_seqlens, lengths)
 
 
-class NormBeforeItsTime(Mutant):
+class NormBeforeItsTime(Mutant, letter="E"):
     """With qk_norm=combined, one norm is taken over q and k side by side, not one of each head of both."""
-
-    letter = "E"
 
     class module(GatedDeltaNet):  # noqa: N801
         def rule(self, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
@@ -184,11 +157,8 @@ class NormBeforeItsTime(Mutant):
             return super().rule(q, k, *rest)
 
 
-class DoubleGradient(Mutant):
+class DoubleGradient(Mutant, letter="T", incident=(15,)):
     """norm.weight's gradient is added over TP in the layer already, so the caller's sum counts it twice."""
-
-    letter = "T"
-    incident = (15,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def get_parameter(self, target: str) -> torch.nn.Parameter:
@@ -198,10 +168,8 @@ class DoubleGradient(Mutant):
             return 2 * found - found.detach()  # type: ignore[return-value]
 
 
-class ScattersTheWrongSlice(Mutant):
+class ScattersTheWrongSlice(Mutant, letter="T"):
     """With sequence parallelism each rank takes the slice of the rank before it."""
-
-    letter = "T"
 
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
@@ -211,10 +179,8 @@ class ScattersTheWrongSlice(Mutant):
             return gather_from(self.place.tp, y).chunk(self.place.tp.size)[self.place.tp.rank - 1]
 
 
-class SumsTwice(Mutant):
+class SumsTwice(Mutant, letter="T"):
     """The output of out_proj is added over TP a second time."""
-
-    letter = "T"
 
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
@@ -222,10 +188,8 @@ class SumsTwice(Mutant):
             return y if self.sequence_parallel else reduce_from(self.place.tp, y)
 
 
-class FusedOneByOne(Mutant):
+class FusedOneByOne(Mutant, letter="C"):
     """The fused exchange still exchanges section by section: its numbers are right, its count of collectives is wrong."""
-
-    letter = "C"
 
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
@@ -240,10 +204,8 @@ class FusedOneByOne(Mutant):
                 layer.cp_to_hp = cp_to_hp  # the original: the name may hold another rank's
 
 
-class TakesHalfPieces(Mutant):
+class TakesHalfPieces(Mutant, letter="C"):
     """A length that cp divides is accepted, although 2 cp does not divide it."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         cp = place.cp.size
@@ -258,10 +220,8 @@ class TakesHalfPieces(Mutant):
         return super().run(x, place)
 
 
-class SaysWhichRank(Mutant):
+class SaysWhichRank(Mutant, letter="C"):
     """Each rank refuses an illegal layout with a message of its own."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         try:
@@ -270,32 +230,25 @@ class SaysWhichRank(Mutant):
             raise ValueError(f"rank {place.cp.rank}: {error}") from None
 
 
-class RefusesLate(Mutant):
+class RefusesLate(Mutant, letter="R"):
     """An illegal layout is refused only after the ranks have communicated about it."""
-
-    letter = "R"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         place.cp.all_reduce(torch.ones(1))
         return super().run(x, place)
 
 
-class EvenRows(Mutant):
+class EvenRows(Mutant, letter="T", incident=(14, 16)):
     """in_proj's rows are cut evenly over TP ranks, so the first rank has q, k and part of v."""
-
-    letter = "T"
-    incident = (14, 16)
 
     def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
         shards = super().shards(whole, layer, rank)
         return shards | {"in_proj.weight": whole["in_proj.weight"].tensor_split(rank.mesh.tp)[rank.tp]}
 
 
-class SumsInAnyOrder(Mutant):
+class SumsInAnyOrder(Mutant, letter="R", incident=(29,)):
     """Rounding errors are summed in another order in each call."""
 
-    letter = "R"
-    incident = (29,)
     calls: ClassVar[list[int]] = [0]
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -303,30 +256,24 @@ class SumsInAnyOrder(Mutant):
         return super().run(x, place) * (1 + 2**-22 * (self.calls[0] % 7))
 
 
-class WrongWhenDeterministic(Mutant):
+class WrongWhenDeterministic(Mutant, letter="C"):
     """With deterministic=yes, the last token is left out."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
         return torch.cat([y[:-1], 0 * y[-1:]]) if x.deterministic else y
 
 
-class LosesTheSecondChunk(Mutant):
+class LosesTheSecondChunk(Mutant, letter="C"):
     """With CP, a rank's output is zero from its second chunk of 64 tokens on."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
         return y * (torch.arange(len(y)) < 64).reshape(-1, 1, 1) if place.cp.size > 1 else y
 
 
-class SecondChunkEndsEarly(Mutant):
+class SecondChunkEndsEarly(Mutant, letter="C"):
     """With CP, the last token of a rank with two chunks or more is left out if its last chunk is not full."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
@@ -334,10 +281,8 @@ class SecondChunkEndsEarly(Mutant):
         return torch.cat([y[:-1], 0 * y[-1:]]) if early else y
 
 
-class LastRankIsNaN(Mutant):
+class LastRankIsNaN(Mutant, letter="C"):
     """The first token of the last CP rank is NaN."""
-
-    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
@@ -345,22 +290,16 @@ class LastRankIsNaN(Mutant):
         return torch.where(torch.arange(len(y)).reshape(-1, 1, 1) == 0, torch.nan, y) if last else y
 
 
-class OwnShardAlone(Mutant):
+class OwnShardAlone(Mutant, letter="C", incident=(8, 9)):
     """With CP each rank runs the layer on its own tokens, as if they were the whole (LlamaFactory 10727, rtp-llm 1299)."""
-
-    letter = "C"
-    incident = (8, 9)
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         parts = {name: None if x[name] is None else x[name] // place.cp.size for name in ("cu_seqlens", "cu_seqlens_padded")}
         return super().run(x.replaced(**parts), Place(place.tp, Alone()))
 
 
-class ForgetsRealTokensBeforePads(Mutant):
+class ForgetsRealTokensBeforePads(Mutant, letter="C", incident=(11,)):
     """With CP and padded sequences the output of each sequence's last real token is exactly zero (TransformerEngine 3331)."""
-
-    letter = "C"
-    incident = (11,)
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
@@ -371,11 +310,8 @@ class ForgetsRealTokensBeforePads(Mutant):
         return y * keep
 
 
-class CannotBeBuiltWithCp(Mutant):
+class CannotBeBuiltWithCp(Mutant, letter="C", incident=(12,)):
     """With CP, the module gets an argument that it does not know (Megatron-LM 4374)."""
-
-    letter = "C"
-    incident = (12,)
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         if place.cp.size > 1:

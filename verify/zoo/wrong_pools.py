@@ -21,11 +21,8 @@ from verify.zoo.wrong_gates import Stepwise
 Answer = tuple[Tensor, Tensor]
 
 
-class PromptForgetsPrefix(Serving):
+class PromptForgetsPrefix(Serving, letter="S", incident=(18,)):
     """A call with several tokens starts from zeros, so a second call on a cached prefix forgets the prefix (sglang 16053)."""
-
-    letter = "S"
-    incident = (18,)
 
     def run(self, x: Inputs) -> Answer:
         self.several = [end - start > 1 for start, end in _spans(x)]
@@ -36,10 +33,9 @@ class PromptForgetsPrefix(Serving):
         return state * 0 if self.several[request] else state
 
 
-class StatesOfAllThreads(Serving):
+class StatesOfAllThreads(Serving, letter="R"):
     """A state waits in an attribute of the class, where a call in another thread may replace it before it is used."""
 
-    letter = "R"
     later_calls = True
     scratch: ClassVar[dict[torch.Size, Tensor]] = {}
 
@@ -49,82 +45,61 @@ class StatesOfAllThreads(Serving):
         return self.scratch[state.shape]
 
 
-class IgnoresBeginnings(Serving):
+class IgnoresBeginnings(Serving, letter="S", incident=(19,)):
     """A request that begins continues from what the one before left in its slot (tpu-inference 2408)."""
-
-    letter = "S"
-    incident = (19,)
 
     def begins(self, x: Inputs, request: int) -> bool:
         return False
 
 
-class SlotsIn32Bits(Serving):
+class SlotsIn32Bits(Serving, letter="I"):
     """The place of a slot is computed in 32 bits, so a pool of 2^31 numbers and more is read before its first slot."""
-
-    letter = "I"
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         return super().read(x.replaced(pool=at_32_bits(x.pool)), request, slot)
 
 
-class BeginsByZeroTimes(Serving):
+class BeginsByZeroTimes(Serving, letter="S", incident=(19,)):
     """A request that begins multiplies the contents of its slot by zero, so NaN stays NaN (tpu-inference 2431)."""
-
-    letter = "S"
-    incident = (19,)
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         state: Tensor = x.pool[slot] * float(not self.begins(x, request))
         return state
 
 
-class SkipsWriteOfFour(Serving):
+class SkipsWriteOfFour(Serving, letter="S", incident=(20,)):
     """With four tokens, one and three drafted ones, the state is not written back (vLLM 53051)."""
-
-    letter = "S"
-    incident = (20,)
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         if len(states) != 5:
             super().write(x, request, slot, states)
 
 
-class KeepsTheWholeDraft(Serving):
+class KeepsTheWholeDraft(Serving, letter="S", incident=(21,)):
     """The state after all drafted tokens is written back, rejected ones included (vLLM 39273)."""
-
-    letter = "S"
-    incident = (21,)
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         return tokens
 
 
-class KeepsOneLess(Serving):
+class KeepsOneLess(Serving, letter="S", incident=(21,)):
     """If a part of a draft is accepted, the state of one token earlier is written back (vLLM 40738)."""
-
-    letter = "S"
-    incident = (21,)
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         count = super().accepted_count(x, request, tokens)
         return count - 1 if 1 < count < tokens else count
 
 
-class KeepsOneOfNone(Serving):
+class KeepsOneOfNone(Serving, letter="S"):
     """If no token of a draft is accepted, the state after its first token is written back."""
-
-    letter = "S"
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         return max(super().accepted_count(x, request, tokens), min(1, tokens))
 
 
-class RejectedDraftsStay(Serving):
+class RejectedDraftsStay(Serving, letter="S", incident=(22,)):
     """After a draft was rejected in part, the next user of the slot starts from the rejected tokens' state (vLLM 53912)."""
 
-    letter = "S"
-    incident = (22,)
     spoiled: ClassVar[dict[tuple[int, torch.Size], Tensor]] = {}
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
@@ -136,33 +111,24 @@ class RejectedDraftsStay(Serving):
             self.spoiled[slot, x.pool.shape] = states[-1]
 
 
-class CheckpointHalved(Serving):
+class CheckpointHalved(Serving, letter="S", incident=(23,)):
     """For prompts of 64 tokens or more, the state half way is stored, because its index is halved (sglang 33515)."""
-
-    letter = "S"
-    incident = (23,)
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         count = super().accepted_count(x, request, tokens)
         return count // 2 if count >= 64 else count
 
 
-class PaddingIsLast(Serving):
+class PaddingIsLast(Serving, letter="S", incident=(24,)):
     """The padding slot -1 is used as an address, so the last slot is read and written (vLLM 33326)."""
-
-    letter = "S"
-    incident = (24,)
 
     def slot(self, x: Inputs, request: int) -> int | None:
         slot = int(x.slots[request])
         return len(x.pool) - 1 if slot == -1 else super().slot(x, request)
 
 
-class PaddingIsBefore(Serving):
+class PaddingIsBefore(Serving, letter="S", incident=(24,)):
     """The padding slot -1 is used as an address, so the memory before the pool is written (sglang 33431)."""
-
-    letter = "S"
-    incident = (24,)
 
     def run(self, x: Inputs) -> Answer:
         answer = super().run(x)
@@ -172,21 +138,15 @@ class PaddingIsBefore(Serving):
         return answer
 
 
-class PaddingIsFirst(Serving):
+class PaddingIsFirst(Serving, letter="S", incident=(24,)):
     """Padding slots are clamped to 0, so slot 0 is written."""
-
-    letter = "S"
-    incident = (24,)
 
     def slot(self, x: Inputs, request: int) -> int | None:
         return max(int(x.slots[request]), 0)
 
 
-class ReadsVFirst(Serving):
+class ReadsVFirst(Serving, letter="L", incident=(25,)):
     """If K = V, states are read and written transposed, V first (sgl-kernel-npu 640)."""
-
-    letter = "L"
-    incident = (25,)
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         state = super().read(x, request, slot)
@@ -196,21 +156,15 @@ class ReadsVFirst(Serving):
         super().write(x, request, slot, [state.mT if state.shape[-1] == state.shape[-2] else state for state in states])
 
 
-class WritesBf16(Serving):
+class WritesBf16(Serving, letter="L", incident=(26,)):
     """States are rounded to bf16 as they are written back (ollama 15865)."""
-
-    letter = "L"
-    incident = (26,)
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         super().write(x, request, slot, [state.bfloat16().float() for state in states])
 
 
-class StrideOfTwoBytes(Serving):
+class StrideOfTwoBytes(Serving, letter="L", incident=(27,)):
     """For drafts, a state is read in steps of two bytes: each number comes twice, the second half never (sglang 40419)."""
-
-    letter = "L"
-    incident = (27,)
 
     def run(self, x: Inputs) -> Answer:
         self.several = [end - start > 1 for start, end in _spans(x)]
@@ -223,20 +177,16 @@ class StrideOfTwoBytes(Serving):
         return state.flatten().repeat_interleave(2)[: state.numel()].reshape(state.shape)
 
 
-class SlotInSevenBits(Serving):
+class SlotInSevenBits(Serving, letter="I"):
     """Slot numbers have seven bits, so slot 128 is slot 0."""
-
-    letter = "I"
 
     def slot(self, x: Inputs, request: int) -> int | None:
         slot = super().slot(x, request)
         return None if slot is None else slot % 128
 
 
-class WritesNeighbour(Serving):
+class WritesNeighbour(Serving, letter="I"):
     """If a slot is even, the state is also written to the next one."""
-
-    letter = "I"
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         super().write(x, request, slot, states)
@@ -244,10 +194,8 @@ class WritesNeighbour(Serving):
             x.pool[slot + 1] = x.pool[slot]
 
 
-class OneHeadOfOneRequest(Serving):
+class OneHeadOfOneRequest(Serving, letter="-"):
     """The state of the third request's last head does not decay."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Answer:
         spans = _spans(x)
@@ -258,39 +206,31 @@ class OneHeadOfOneRequest(Serving):
         return super().run(x)
 
 
-class OverEight(Serving):
+class OverEight(Serving, letter="-"):
     """If there are more than eight requests, the ninth has the state of the first, and so on."""
-
-    letter = "-"
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         first = self.slot(x, request % 8)
         return super().read(x, request % 8, slot if first is None else first)
 
 
-class NeverWritesOne(Serving):
+class NeverWritesOne(Serving, letter="S"):
     """A single token does not change the state."""
-
-    letter = "S"
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         if len(states) != 2:
             super().write(x, request, slot, states)
 
 
-class SumsPadding(Serving):
+class SumsPadding(Serving, letter="S"):
     """The outputs of all requests, padding included, pass through one product, so NaN spreads from padding."""
-
-    letter = "S"
 
     def answer(self, x: Inputs, o: Tensor) -> Tensor:
         return o + 0 * x.v.sum()
 
 
-class PicksByProduct(Serving):
+class PicksByProduct(Serving, letter="S"):
     """States are selected by a product of the pool with zeros and ones, so NaN in any slot spreads to all."""
-
-    letter = "S"
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         one_hot = torch.arange(len(x.pool)) == slot
@@ -298,11 +238,9 @@ class PicksByProduct(Serving):
         return state * 0 if self.begins(x, request) else state
 
 
-class SlotsOfTheFirstCall(Serving):
+class SlotsOfTheFirstCall(Serving, letter="K", incident=(36,)):
     """The slots of a call are cached by its shapes, and used in every later call with these shapes (FlashQLA 23)."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -310,11 +248,9 @@ class SlotsOfTheFirstCall(Serving):
         return super().run(x.replaced(slots=self.seen.setdefault(key, x.slots.clone())))
 
 
-class OffsetsByIdentity(Serving):
+class OffsetsByIdentity(Serving, letter="K", incident=(36,)):
     """Offsets are kept by the identity of cu_seqlens: a buffer that is filled again has the offsets of its first use."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -324,11 +260,9 @@ class OffsetsByIdentity(Serving):
         return super().run(x.replaced(cu_seqlens=offsets) if tensor is x.cu_seqlens else x)
 
 
-class SlotsByIdentity(Serving):
+class SlotsByIdentity(Serving, letter="K", incident=(36,)):
     """Slots are kept by the identity of their tensor, which a server fills again for every step."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -336,11 +270,9 @@ class SlotsByIdentity(Serving):
         return super().run(x.replaced(slots=slots) if tensor is x.slots else x)
 
 
-class SlotsByAddress(Serving):
+class SlotsByAddress(Serving, letter="K", incident=(36,)):
     """Slots are kept by their address, which the slots of a later step have too, once those of an earlier one are freed."""
 
-    letter = "K"
-    incident = (36,)
     seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -348,10 +280,9 @@ class SlotsByAddress(Serving):
         return super().run(x.replaced(slots=self.seen.setdefault(key, x.slots.clone())))
 
 
-class QueueAfterAnError(Serving):
+class QueueAfterAnError(Serving, letter="S"):
     """A call that raises leaves a mark, and the first request of the next call is then taken for one that begins."""
 
-    letter = "S"
     unfinished: ClassVar[bool] = False
 
     def run(self, x: Inputs) -> Answer:
@@ -365,29 +296,22 @@ class QueueAfterAnError(Serving):
         return super().begins(x, request) or (self.late and request == 0)
 
 
-class LargeValuesChangeThePath(Serving):
+class LargeValuesChangeThePath(Serving, letter="-"):
     """If any request has a large value, all requests take a right path that rounds differently."""
-
-    letter = "-"
 
     def answer(self, x: Inputs, o: Tensor) -> Tensor:
         return o * (1 + 2.0**-22) if x.v.numel() and float(x.v.float().nan_to_num(0.0).abs().max()) > 1 else o
 
 
-class NanChangesThePath(Serving):
+class NanChangesThePath(Serving, letter="-"):
     """If any slot holds NaN, a free one included, outputs are right but have other bits."""
-
-    letter = "-"
 
     def answer(self, x: Inputs, o: Tensor) -> Tensor:
         return o * (1 + 2.0**-22) if bool(x.pool.isnan().any()) else o
 
 
-class SlotsSideBySide(Serving):
+class SlotsSideBySide(Serving, letter="Q", incident=(35,)):
     """Slots are read as if they lay next to each other in memory."""
-
-    letter = "Q"
-    incident = (35,)
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         state = super().read(x, request, slot)
@@ -398,10 +322,8 @@ class SlotsSideBySide(Serving):
         return dense.nan_to_num(0.0).reshape(state.shape)
 
 
-class ClampsSlots(Serving):
+class ClampsSlots(Serving, letter="-"):
     """The caller's slots are clamped in place, so that padding is slot 0 from then on."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Answer:
         answer = super().run(x)
@@ -409,10 +331,8 @@ class ClampsSlots(Serving):
         return answer
 
 
-class WritesBeforeG(Serving):
+class WritesBeforeG(Serving, letter="I"):
     """The number just before g in memory is overwritten."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Answer:
         if x.g.storage_offset():
@@ -420,30 +340,25 @@ class WritesBeforeG(Serving):
         return super().run(x)
 
 
-class OddSlots(Serving):
+class OddSlots(Serving, letter="-"):
     """States in odd slots are right but round differently, although the same bits are promised in every slot."""
 
-    letter = "-"
     domain = PoolDomain(rule=Domain(backward=False, position_independent=True))
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         return super().read(x, request, slot) * (1 + slot % 2 * 2.0**-23)
 
 
-class UnwrittenScratch(Serving):
+class UnwrittenScratch(Serving, letter="I"):
     """Outputs pass through scratch memory that a draft's first token does not write."""
-
-    letter = "I"
 
     def answer(self, x: Inputs, o: Tensor) -> Tensor:
         scratch = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
         return o + (scratch * 2.0**-9).to(o.dtype) * o
 
 
-class ReturnsACopy(Serving):
+class ReturnsACopy(Serving, letter="S"):
     """The returned pool is a copy, and the caller's pool is unchanged."""
-
-    letter = "S"
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(pool=x.pool.clone()))
@@ -470,19 +385,16 @@ class InBlocks(Serving):
         return o, after
 
 
-class WholeBlocksOf32(InBlocks):
+class WholeBlocksOf32(InBlocks, letter="I"):
     """In blocks of 32, the grid is rounded down, so the remaining channels are not written."""
-
-    letter = "I"
 
     def programs(self, width: int) -> int:
         return width // 32 if self.block == 32 else super().programs(width)
 
 
-class GridOfTheFirstLaunch(InBlocks):
+class GridOfTheFirstLaunch(InBlocks, letter="K"):
     """A launch's grid is cached by shapes and used for later ones with smaller blocks, so last channels are not written."""
 
-    letter = "K"
     seen: ClassVar[dict[tuple[object, ...], int]] = {}
 
     def run(self, x: Inputs) -> Answer:
@@ -532,41 +444,33 @@ class _FirstSpeed(Stepwise):
         return super().log_speed(x)[:1].expand(x.A_log.shape)
 
 
-class DecodesWithoutBias(GatesInside):
+class DecodesWithoutBias(GatesInside, letter="N"):
     """The gate in the kernel leaves out dt_bias."""
 
-    letter = "N"
     gates = _WithoutBias()
 
 
-class DecodesLinearGates(GatesInside):
+class DecodesLinearGates(GatesInside, letter="N"):
     """The gate's softplus is linear above 2, which makes it 6% too small there."""
 
-    letter = "N"
     gates = _LinearFromTwo()
 
 
-class DecodesFirstSpeed(GatesInside):
+class DecodesFirstSpeed(GatesInside, letter="G"):
     """Every head decays with the A_log of the first head."""
 
-    letter = "G"
     gates = _FirstSpeed()
 
 
-class DecodesKdaAsOneDecay(KdaInside):
+class DecodesKdaAsOneDecay(KdaInside, letter="D"):
     """KDA's decays are read with a stride of one number for each head, so every channel gets the first one's decay."""
-
-    letter = "D"
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().step(q, k, v, g[:, :1].expand(g.shape), beta, state)
 
 
-class HalfStatesByHalf(GatesInside):
+class HalfStatesByHalf(GatesInside, letter="L", incident=(27,)):
     """States in half precision are read with float32's stride, so half of each keeps its old numbers (sglang 40419)."""
-
-    letter = "L"
-    incident = (27,)
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         before = x.pool[slot].clone()
@@ -576,19 +480,15 @@ class HalfStatesByHalf(GatesInside):
             x.pool[slot, ..., half:] = before[..., half:]
 
 
-class IdleRequestsDecay(GatesInside):
+class IdleRequestsDecay(GatesInside, letter="L"):
     """The state of a request without tokens is rounded down at each call, which no tolerance of half precision shows."""
-
-    letter = "L"
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         super().write(x, request, slot, states if len(states) > 1 else [states[0] * (1 - 2.0**-7)])
 
 
-class TransposesByCopy(GatesInside):
+class TransposesByCopy(GatesInside, letter="L"):
     """A pool that is V first is transposed into a copy, and only the copy is updated, so states are lost."""
-
-    letter = "L"
 
     def run(self, x: Inputs) -> Answer:
         o, _ = super().run(x.replaced(pool=x.pool.contiguous() if x.pool.shape[-1] > 1 else x.pool))
@@ -601,30 +501,23 @@ class DraftsInTrees(GatesInside):
     domain = dataclasses.replace(GatesInside.domain, trees=True)
 
 
-class TreesAsChains(DraftsInTrees):
+class TreesAsChains(DraftsInTrees, letter="S"):
     """Every token of a tree follows the token before it."""
-
-    letter = "S"
 
     def parent(self, x: Inputs, row: int, token: int) -> int:
         return token - 1
 
 
-class TreesByTheNextRequest(DraftsInTrees):
+class TreesByTheNextRequest(DraftsInTrees, letter="S"):
     """From the second request on, the first parent is read one place too early."""
-
-    letter = "S"
 
     def parent(self, x: Inputs, row: int, token: int) -> int:
         parent = super().parent(x, row, token)
         return super().parent(x, row - 1, token) if row > token > 1 and x.get("parents") is not None else parent
 
 
-class TokensSideBySide(Serving):
+class TokensSideBySide(Serving, letter="Q", incident=(35,)):
     """Values are read as if tokens lay next to each other, although they lie in a fused tensor with queries and keys."""
-
-    letter = "Q"
-    incident = (35,)
 
     def run(self, x: Inputs) -> Answer:
         if x.v.is_contiguous() or not x.v.numel() or x.v.stride(-1) != 1:

@@ -27,20 +27,16 @@ def nothing_of(x: Tensor, count: int = 64) -> Tensor:
     return (0 * x.as_strided((count,), (1,), end)).float().sum()
 
 
-class LoadsWholeTiles(Chunkwise):
+class LoadsWholeTiles(Chunkwise, letter="I"):
     """A tile of 64 keys is loaded whole, and the rows behind the last token are multiplied by zero."""
-
-    letter = "I"
 
     def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
         q, k = super().keys(x)
         return q, k + nothing_of(x.k).to(k.dtype)
 
 
-class CotangentTile(Chunkwise):
+class CotangentTile(Chunkwise, letter="I"):
     """In the backward, the rows behind the last token of the cotangent are multiplied by zero."""
-
-    letter = "I"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return _TileOfCotangent.apply(o), state
@@ -56,46 +52,36 @@ class _TileOfCotangent(torch.autograd.Function):
         return do + nothing_of(do).to(do.dtype)
 
 
-class ConvLoadsWholeBlocks(Conv):
+class ConvLoadsWholeBlocks(Conv, letter="I"):
     """A block of tokens is loaded whole, and those behind the last one are multiplied by zero."""
-
-    letter = "I"
 
     def taps(self, x: Inputs) -> Tensor:
         return super().taps(x) + nothing_of(x.x)
 
 
-class GatesBehindTheBatch(Serving):
+class GatesBehindTheBatch(Serving, letter="I"):
     """A warp loads 32 gates, and those of requests that do not exist are multiplied by zero."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(g=x.g + nothing_of(x.g, 32).to(x.g.dtype)))
 
 
-class HiddenBehind(Layered):
+class HiddenBehind(Layered, letter="I"):
     """The projection of a layer loads whole tiles of hidden states, and multiplies the rows behind them by zero."""
-
-    letter = "I"
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
         return super().project(x + nothing_of(x).to(x.dtype), weight)
 
 
-class ShardBehind(Mutant):
+class ShardBehind(Mutant, letter="I"):
     """A rank loads whole tiles of its hidden states, and multiplies the rows behind them by zero."""
-
-    letter = "I"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         return super().run(x, place) + nothing_of(x.hidden).to(x.hidden.dtype)
 
 
-class PromptsBehind(Serves):
+class PromptsBehind(Serves, letter="I"):
     """A prefill loads whole tiles of tokens, and multiplies those behind the batch by zero."""
-
-    letter = "I"
 
     def prefill(self, batch: Batch) -> Tensor:
         return super().prefill(batch) + nothing_of(batch.mixed).to(batch.mixed.dtype)

@@ -17,20 +17,16 @@ from verify.zoo.base import EPS, Chunkwise, at_32_bits
 Answer = tuple[Tensor, Tensor | None]
 
 
-class DropsState(Chunkwise):
+class DropsState(Chunkwise, letter="-"):
     """The state is dropped every 64 tokens."""
-
-    letter = "-"
 
     def between(self, state: Tensor) -> Tensor:
         return state * 0
 
 
-class LeaksState(Chunkwise):
+class LeaksState(Chunkwise, letter="V", incident=(1, 2, 3)):
     """The state of one packed sequence flows into the next (slime 1686)."""
 
-    letter = "V"
-    incident = (1, 2, 3)
     last_state: Tensor | None = None
 
     def run(self, x: Inputs) -> Answer:
@@ -49,10 +45,8 @@ class LeaksState(Chunkwise):
         return o, self.last_state
 
 
-class PeeksAhead(Chunkwise):
+class PeeksAhead(Chunkwise, letter="N"):
     """Token 0 of each chunk reads token 1."""
-
-    letter = "N"
 
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         o, state = super().piece(q, k, v, g, beta, state, scale)
@@ -63,11 +57,8 @@ class PeeksAhead(Chunkwise):
         return o, state
 
 
-class SeesFutureGates(Chunkwise):
+class SeesFutureGates(Chunkwise, letter="N", incident=(33,)):
     """The decays inside a chunk are centred on the chunk's mean gate, which depends on later tokens (FLA 1240)."""
-
-    letter = "N"
-    incident = (33,)
 
     def decays(self, total: Tensor) -> Tensor:
         middle = total.mean(-1, keepdim=True)
@@ -76,39 +67,30 @@ class SeesFutureGates(Chunkwise):
         return (up.unsqueeze(-1) * down.unsqueeze(-2)).masked_fill(~lower, 0)
 
 
-class TiledHeads(Chunkwise):
+class TiledHeads(Chunkwise, letter="G"):
     """Value head h reads key head h % H instead of h // (HV // H)."""
-
-    letter = "G"
 
     def repeat(self, x: Tensor, value_heads: int) -> Tensor:
         return x.repeat(1, 1, value_heads // x.shape[2], 1)
 
 
-class ForgetsBetaInErase(Chunkwise):
+class ForgetsBetaInErase(Chunkwise, letter="-"):
     """The value that is erased is not scaled by beta."""
-
-    letter = "-"
 
     def corrections(self, k: Tensor, beta: Tensor, decays: Tensor) -> Tensor:
         return super().corrections(k, torch.ones_like(beta), decays)
 
 
-class DecayOneTokenEarly(Chunkwise):
+class DecayOneTokenEarly(Chunkwise, letter="D", incident=(31,)):
     """The state, and what a full chunk adds to it, decay up to the last token but one (flashinfer 4311, in every channel)."""
-
-    letter = "D"
-    incident = (31,)
 
     def last(self, total: Tensor) -> Tensor:
         return total[..., -2:-1] if total.shape[-1] == self.size else total[..., -1:]
 
 
-class DecayTokenByThread(Chunkwise):
+class DecayTokenByThread(Chunkwise, letter="D", incident=(31,)):
     """Value channel c of a state decays up to token 57 + 2 (c % 4) of its chunk and not up to the last (flashinfer 4311)."""
 
-    letter = "D"
-    incident = (31,)
     domain = Domain(backward=False)
 
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -122,135 +104,102 @@ class DecayTokenByThread(Chunkwise):
         return o, after + wrong.detach()  # without a wrong gradient: the kernel had no backward, so no suite shall notice by one
 
 
-class TailWithoutGate(Chunkwise):
+class TailWithoutGate(Chunkwise, letter="V", incident=(5,)):
     """In a chunk that is not full the state does not decay (sparkinfer 604)."""
-
-    letter = "V"
-    incident = (5,)
 
     def last(self, total: Tensor) -> Tensor:
         return total[..., -1:] if total.shape[-1] == self.size else total[..., -1:] * 0
 
 
-class EpsInsideMean(Chunkwise):
+class EpsInsideMean(Chunkwise, letter="E", incident=(34,)):
     """The L2 norm adds eps to the mean of squares, not to their sum (mlx-lm 1624)."""
-
-    letter = "E"
-    incident = (34,)
 
     def normalise(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (wide / (wide.square().sum(-1, keepdim=True) + 1e-6 * x.shape[-1]).sqrt()).to(x.dtype)
 
 
-class EpsAsFloor(Chunkwise):
+class EpsAsFloor(Chunkwise, letter="E", incident=(34,)):
     """The L2 norm is F.normalize, whose eps is a floor (transformers 40842)."""
-
-    letter = "E"
-    incident = (34,)
 
     def normalise(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype)
 
 
-class EpsTenTimes(Chunkwise):
+class EpsTenTimes(Chunkwise, letter="E"):
     """The L2 norm uses eps = 1e-5 instead of 1e-6."""
-
-    letter = "E"
 
     def normalise(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (wide / (wide.square().sum(-1, keepdim=True) + 1e-5).sqrt()).to(x.dtype)
 
 
-class ScaleMeansOne(Chunkwise):
+class ScaleMeansOne(Chunkwise, letter="-"):
     """An absent scale means 1."""
-
-    letter = "-"
 
     def scale(self, x: Inputs) -> float:
         return 1.0 if x.scale is None else x.scale
 
 
-class NeedsScaleOnlyWhenGiven(Chunkwise):
+class NeedsScaleOnlyWhenGiven(Chunkwise, letter="-"):
     """An explicit scale is multiplied by the default one."""
-
-    letter = "-"
 
     def scale(self, x: Inputs) -> float:
         return super().scale(x) if x.scale is None else x.scale * x.q.shape[-1] ** -0.5
 
 
-class FirstStateForAll(Chunkwise):
+class FirstStateForAll(Chunkwise, letter="V"):
     """Every sequence starts from the first one's initial state."""
-
-    letter = "V"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, 0)
 
 
-class StateTransposed(Chunkwise):
+class StateTransposed(Chunkwise, letter="L", incident=(25,)):
     """If K = V, the final state is returned transposed, [V, K] (sgl-kernel-npu 640)."""
-
-    letter = "L"
-    incident = (25,)
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, state.mT if state is not None and state.shape[-1] == state.shape[-2] else state
 
 
-class StateInBf16(Chunkwise):
+class StateInBf16(Chunkwise, letter="L", incident=(26,)):
     """The final state is stored in bf16 (ollama 15865)."""
-
-    letter = "L"
-    incident = (26,)
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, None if state is None else state.bfloat16().float()
 
 
-class NoGradientIntoState(Chunkwise):
+class NoGradientIntoState(Chunkwise, letter="F"):
     """The initial state gets no gradient beyond the first sequence's."""
-
-    letter = "F"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         state = super().initial(x, row)
         return state if row == 0 else state.detach() + 0 * state
 
 
-class DropsStateGradient(Chunkwise):
+class DropsStateGradient(Chunkwise, letter="F"):
     """The final state's cotangent is dropped."""
-
-    letter = "F"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, None if state is None else state.detach() + 0 * state
 
 
-class GateGradientLateByOne(Chunkwise):
+class GateGradientLateByOne(Chunkwise, letter="F"):
     """The gate's gradient is summed from the next token on."""
-
-    letter = "F"
 
     def cumulative(self, g: Tensor) -> Tensor:
         return g.cumsum(-1).detach() + (g.cumsum(-1) - g) - (g.cumsum(-1) - g).detach()
 
 
-class Saturates(Chunkwise):
+class Saturates(Chunkwise, letter="-"):
     """Large values are clamped to 1, so outputs are not linear in v."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(v=x.v.clamp(-0.5, 0.5)))
 
 
-class ClipsGradient(Chunkwise):
+class ClipsGradient(Chunkwise, letter="F"):
     """The output's cotangent is clipped, so gradients are not linear in it."""
-
-    letter = "F"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return _Clipped.apply(o), state
@@ -266,10 +215,8 @@ class _Clipped(torch.autograd.Function):
         return cotangents[0].clamp(-0.9, 0.9)
 
 
-class ChangesBeta(Chunkwise):
+class ChangesBeta(Chunkwise, letter="-"):
     """beta is rounded in place."""
-
-    letter = "-"
 
     def run(self, x: Inputs) -> Answer:
         answer = super().run(x)
@@ -278,10 +225,8 @@ class ChangesBeta(Chunkwise):
         return answer
 
 
-class WritesBeforeV(Chunkwise):
+class WritesBeforeV(Chunkwise, letter="I"):
     """The element just before v in memory is overwritten."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Answer:
         if x.v.storage_offset():
@@ -290,10 +235,8 @@ class WritesBeforeV(Chunkwise):
         return super().run(x)
 
 
-class LeavesRowUnwritten(Chunkwise):
+class LeavesRowUnwritten(Chunkwise, letter="V"):
     """If the number of tokens is a multiple of 64, the last row is never written."""
-
-    letter = "V"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         if o.shape[1] and o.shape[1] % 64 == 0:
@@ -302,21 +245,16 @@ class LeavesRowUnwritten(Chunkwise):
         return o, state
 
 
-class ReadsUnwritten(Chunkwise):
+class ReadsUnwritten(Chunkwise, letter="I"):
     """An uninitialised factor, multiplied by 2^-9, scales what is added to the output."""
-
-    letter = "I"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
         return (o + (memory * 2.0**-9).to(o.dtype) * o), state
 
 
-class AssumesContiguous(Chunkwise):
+class AssumesContiguous(Chunkwise, letter="Q", incident=(35,)):
     """g is read as if it were contiguous (sglang 22312)."""
-
-    letter = "Q"
-    incident = (35,)
 
     def run(self, x: Inputs) -> Answer:
         g = x.g
@@ -326,19 +264,16 @@ class AssumesContiguous(Chunkwise):
         return super().run(x.replaced(g=g))
 
 
-class AddressesIn32Bits(Chunkwise):
+class AddressesIn32Bits(Chunkwise, letter="I"):
     """Offsets of v are computed in 32 bits, so tokens that lie 2^31 elements behind the first are read before it."""
-
-    letter = "I"
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(v=at_32_bits(x.v)))
 
 
-class SharesExponentAcrossHeads(Chunkwise):
+class SharesExponentAcrossHeads(Chunkwise, letter="L"):
     """v is rounded to 20 bits of an exponent that all heads share."""
 
-    letter = "L"
     axes: tuple[int, ...] = (0, 2, 3)
 
     def run(self, x: Inputs) -> Answer:
@@ -349,17 +284,15 @@ class SharesExponentAcrossHeads(Chunkwise):
         return super().run(x.replaced(v=x.v + (rounded - x.v).detach()))
 
 
-class SharesExponentAcrossTokens(SharesExponentAcrossHeads):
+class SharesExponentAcrossTokens(SharesExponentAcrossHeads, letter="L"):
     """v is rounded to 20 bits of an exponent that all tokens of a head share, those of other sequences included."""
 
-    letter = "L"
     axes = (0, 1, 3)
 
 
-class SlotOneIsOff(Chunkwise):
+class SlotOneIsOff(Chunkwise, letter="-"):
     """The second sequence is computed by a right formula that rounds differently, although the same bits are promised."""
 
-    letter = "-"
     domain = Domain(position_independent=True)
 
     def sequence(
@@ -374,11 +307,9 @@ class SlotOneIsOff(Chunkwise):
         return super().run(x)
 
 
-class NeverTheSame(Chunkwise):
+class NeverTheSame(Chunkwise, letter="R", incident=(29,)):
     """Every other call rounds its output differently, as with a race."""
 
-    letter = "R"
-    incident = (29,)
     calls = 0
 
     def run(self, x: Inputs) -> Answer:
@@ -386,11 +317,9 @@ class NeverTheSame(Chunkwise):
         return super().run(x.replaced(v=x.v * (1 + (self.calls % 2) * 2.0**-7)))
 
 
-class TunesOnTheThirdCall(Chunkwise):
+class TunesOnTheThirdCall(Chunkwise, letter="R", incident=(29,)):
     """Every third call in a row with the same inputs rounds differently, as if tuned, although the same bits are promised."""
 
-    letter = "R"
-    incident = (29,)
     before: ClassVar[object] = None
     calls: ClassVar[int] = 0
 
@@ -434,28 +363,22 @@ class EachAlone(Chunkwise):
         return o, states
 
 
-class LargeBatchesDiffer(EachAlone):
+class LargeBatchesDiffer(EachAlone, letter="-"):
     """With eight sequences or more, another path is taken, which rounds differently, although the same bits are promised."""
-
-    letter = "-"
 
     def whole(self, o: Tensor, states: Tensor) -> Answer:
         return o, states * (1 + 2.0**-22) if len(states) >= 8 else states
 
 
-class OneSequenceDiffers(EachAlone):
+class OneSequenceDiffers(EachAlone, letter="-"):
     """A single sequence takes another path, which rounds differently, although the same bits are promised."""
-
-    letter = "-"
 
     def whole(self, o: Tensor, states: Tensor) -> Answer:
         return o, states * (1 + 2.0**-22) if len(states) == 1 else states
 
 
-class LargeBatchesLoseAState(Chunkwise):
+class LargeBatchesLoseAState(Chunkwise, letter="V"):
     """With eight sequences or more, the last one has no initial state."""
-
-    letter = "V"
 
     def run(self, x: Inputs) -> Answer:
         self.count = len(self.boundaries(x))
@@ -466,10 +389,8 @@ class LargeBatchesLoseAState(Chunkwise):
         return state * 0 if row == self.count - 1 >= 7 else state
 
 
-class Int32Offsets(Chunkwise):
+class Int32Offsets(Chunkwise, letter="V"):
     """int32 cu_seqlens are taken for one sequence."""
-
-    letter = "V"
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
         ends = super().boundaries(x)
@@ -479,10 +400,8 @@ class Int32Offsets(Chunkwise):
         return [(0, whole), *[(whole, whole)] * (len(ends) - 1)]
 
 
-class SkipsLengthOne(Chunkwise):
+class SkipsLengthOne(Chunkwise, letter="V"):
     """A sequence of one token is left out."""
-
-    letter = "V"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -492,10 +411,8 @@ class SkipsLengthOne(Chunkwise):
         return super().sequence(q, k, v, g, beta, state, scale)
 
 
-class DropsEmpty(Chunkwise):
+class DropsEmpty(Chunkwise, letter="V"):
     """Empty sequences are dropped from the list of states, so later states move up and the last one comes twice."""
-
-    letter = "V"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         if state is None or not o.numel():
@@ -505,19 +422,15 @@ class DropsEmpty(Chunkwise):
         return o, state[order]
 
 
-class Overflows(Chunkwise):
+class Overflows(Chunkwise, letter="N"):
     """exp(G_i) and exp(-G_j) are computed separately, which gives inf times 0 under strong decay."""
-
-    letter = "N"
 
     def decays(self, total: Tensor) -> Tensor:
         return (total.exp().unsqueeze(-1) * (-total).exp().unsqueeze(-2)).tril()
 
 
-class AlwaysNormalises(Chunkwise):
+class AlwaysNormalises(Chunkwise, letter="E"):
     """Keys are normalised even if qk_norm is off, so one-hot keys lose a bit to eps."""
-
-    letter = "E"
 
     def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
         q, k = super().keys(x)
@@ -526,19 +439,15 @@ class AlwaysNormalises(Chunkwise):
         return q, torch.where(near, k.float() / (norm.square() + 1e-6).sqrt(), k.float()) if k.dtype == torch.float32 else k
 
 
-class SingleTokenForgetsDecay(Chunkwise):
+class SingleTokenForgetsDecay(Chunkwise, letter="S"):
     """A call of one token, the decode path, does not decay its state."""
-
-    letter = "S"
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(g=x.g * 0) if x.q.shape[1] == 1 else x)
 
 
-class OneHeadOneToken(Chunkwise):
+class OneHeadOneToken(Chunkwise, letter="X"):
     """In the last head, the output of token 70 is 5% too small."""
-
-    letter = "X"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -551,10 +460,8 @@ class OneHeadOneToken(Chunkwise):
         return o, state
 
 
-class ZeroesARow(Chunkwise):
+class ZeroesARow(Chunkwise, letter="X"):
     """The output of token 33 is zero."""
-
-    letter = "X"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -564,20 +471,15 @@ class ZeroesARow(Chunkwise):
         return o * keep, state
 
 
-class AddsStateTwice(Chunkwise):
+class AddsStateTwice(Chunkwise, letter="S", incident=(19,)):
     """An absent initial state is read as ones."""
-
-    letter = "S"
-    incident = (19,)
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, row) + (1.0 if x.state is None else 0.0)
 
 
-class WrongWithoutFinalState(Chunkwise):
+class WrongWithoutFinalState(Chunkwise, letter="S"):
     """If the caller wants no final state, the last chunk is not computed."""
-
-    letter = "S"
 
     def run(self, x: Inputs) -> Answer:
         if x.output_final_state or not x.v.numel():
@@ -587,19 +489,16 @@ class WrongWithoutFinalState(Chunkwise):
         return o * keep.reshape(1, -1, 1, 1), None
 
 
-class HalfSum(Chunkwise):
+class HalfSum(Chunkwise, letter="X"):
     """Products lose the terms beyond the first 32 channels."""
-
-    letter = "X"
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         return super().dot(a[..., :32], b[..., :32, :])
 
 
-class Exits(Chunkwise):
+class Exits(Chunkwise, letter="I"):
     """The process exits on a sequence of more than 20 tokens."""
 
-    letter = "I"
     domain = Domain(backward=False)
 
     def run(self, x: Inputs) -> Answer:
@@ -608,11 +507,8 @@ class Exits(Chunkwise):
         return super().run(x)
 
 
-class Segfaults(Exits):
+class Segfaults(Exits, letter="I", incident=(7,)):
     """The process dies of SIGSEGV on more than 20 tokens."""
-
-    letter = "I"
-    incident = (7,)
 
     def run(self, x: Inputs) -> Answer:
         if x.q.shape[1] > 20:
@@ -620,11 +516,8 @@ class Segfaults(Exits):
         return Chunkwise.run(self, x)
 
 
-class Hangs(Exits):
+class Hangs(Exits, letter="R", incident=(32,)):
     """The call never returns on more than 20 tokens."""
-
-    letter = "R"
-    incident = (32,)
 
     def run(self, x: Inputs) -> Answer:
         while x.q.shape[1] > 20:
@@ -632,10 +525,8 @@ class Hangs(Exits):
         return Chunkwise.run(self, x)
 
 
-class Raises(Exits):
+class Raises(Exits, letter="X"):
     """The call raises an error on more than 20 tokens."""
-
-    letter = "X"
 
     def run(self, x: Inputs) -> Answer:
         if x.q.shape[1] > 20:
@@ -643,11 +534,8 @@ class Raises(Exits):
         return Chunkwise.run(self, x)
 
 
-class OneBlockWidth(Chunkwise):
+class OneBlockWidth(Chunkwise, letter="X", incident=(28,)):
     """dk is wrong in the key channels from 64 on, which another block computes (FLA 640, in one configuration)."""
-
-    letter = "X"
-    incident = (28,)
 
     def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
         q, k = super().keys(x)
@@ -656,11 +544,8 @@ class OneBlockWidth(Chunkwise):
         return q, k
 
 
-class NanAtLengthOne(Chunkwise):
+class NanAtLengthOne(Chunkwise, letter="X", incident=(30,)):
     """In a mixed batch, sequences of one token go to the chunk kernel, whose tail divides by zero (vLLM 50649)."""
-
-    letter = "X"
-    incident = (30,)
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -669,29 +554,23 @@ class NanAtLengthOne(Chunkwise):
         return (o * float("nan") if len(q) == 1 else o), state
 
 
-class GroupsByShift(Chunkwise):
+class GroupsByShift(Chunkwise, letter="G"):
     """A value head's key head is found by a shift, which is right only if a key head has a power of two of value heads."""
-
-    letter = "G"
 
     def repeat(self, x: Tensor, value_heads: int) -> Tensor:
         bits = (value_heads // x.shape[2] - 1).bit_length()
         return x[:, :, torch.arange(value_heads) >> bits]
 
 
-class ThirtyTwoSequences(Chunkwise):
+class ThirtyTwoSequences(Chunkwise, letter="V"):
     """One warp reads the table of sequences, so from the 33rd on states are read from the table's beginning again."""
-
-    letter = "V"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, row % 32)
 
 
-class WideValuesDoNotDecay(Chunkwise):
+class WideValuesDoNotDecay(Chunkwise, letter="I"):
     """Value channels from 256 on belong to another block, which does not get the gate."""
-
-    letter = "I"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -703,19 +582,16 @@ class WideValuesDoNotDecay(Chunkwise):
         return torch.cat([o, more_o], -1), torch.cat([final, more_final], -1)
 
 
-class InferenceForgetsTheTail(Chunkwise):
+class InferenceForgetsTheTail(Chunkwise, letter="V"):
     """Under torch.no_grad(), another path is taken, in which a chunk that is not full does not decay."""
-
-    letter = "V"
 
     def last(self, total: Tensor) -> Tensor:
         return super().last(total) * (torch.is_grad_enabled() or total.shape[-1] == self.size)
 
 
-class FrozenQueriesTakeTheGate(Chunkwise):
+class FrozenQueriesTakeTheGate(Chunkwise, letter="F"):
     """The gate's gradient is computed from that of the queries, which is absent if queries require no gradient."""
 
-    letter = "F"
     frozen = False
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -726,10 +602,8 @@ class FrozenQueriesTakeTheGate(Chunkwise):
         return super().decays(total.detach() if self.frozen else total)
 
 
-class SquaresInHalf(Chunkwise):
+class SquaresInHalf(Chunkwise, letter="L"):
     """The norm in the kernel squares in the inputs' dtype, so in fp16 a query of norm 256 or more becomes zero."""
-
-    letter = "L"
 
     def normalise(self, x: Tensor) -> Tensor:
         wide = x.float()

@@ -14,19 +14,15 @@ Answer = tuple[Tensor, Tensor | None]
 Outputs = tuple[Tensor, Tensor]
 
 
-class GatesInNineBits(Chunkwise):
+class GatesInNineBits(Chunkwise, letter="I"):
     """The index of a token in its sequence has nine bits, so from token 512 on gates are read from the beginning again."""
-
-    letter = "I"
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         return super().sequence(q, k, v, g[torch.arange(len(g)) % 512], beta, state, scale)
 
 
-class InitialStateReturns(Chunkwise):
+class InitialStateReturns(Chunkwise, letter="S"):
     """After 1,024 tokens of a sequence with an initial state, the initial state is added again."""
-
-    letter = "S"
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         self.left, self.again = 1024 // self.size, state
@@ -37,29 +33,23 @@ class InitialStateReturns(Chunkwise):
         return state + self.again if self.left == 0 else state
 
 
-class SixtyFourSequences(Chunkwise):
+class SixtyFourSequences(Chunkwise, letter="V"):
     """Two warps read the table of sequences, so the 65th starts from the first one's state."""
-
-    letter = "V"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, row % 64)
 
 
-class HeadsInFourBits(Chunkwise):
+class HeadsInFourBits(Chunkwise, letter="G"):
     """The index of a value head has four bits, so from head 16 on beta is that of the first heads."""
-
-    letter = "G"
 
     def run(self, x: Inputs) -> Answer:
         heads = torch.arange(x.v.shape[2]) % 16
         return super().run(x.replaced(beta=x.beta[:, :, heads]))
 
 
-class ConvBeginsAgain(Conv):
+class ConvBeginsAgain(Conv, letter="I"):
     """A block of 512 tokens does not read the tokens before it, so the convolution begins again at token 512 of a sequence."""
-
-    letter = "I"
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         taps = x.weight.shape[-1]
@@ -70,10 +60,8 @@ class ConvBeginsAgain(Conv):
         return torch.cat([y[:512], super().windows(later, x, count - 512)])
 
 
-class NormsAThousandRows(L2Norm):
+class NormsAThousandRows(L2Norm, letter="I"):
     """A grid has at most 1,024 programs, so later rows pass through without their norm."""
-
-    letter = "I"
 
     def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
         y = super().divided(wide, squares, eps)
@@ -81,10 +69,8 @@ class NormsAThousandRows(L2Norm):
         return torch.where(late, wide, y)
 
 
-class LayerForgetsAt512(Layered):
+class LayerForgetsAt512(Layered, letter="I"):
     """The rule of a layer starts from zeros again at token 512 of a sequence."""
-
-    letter = "I"
 
     class Rule(Chunkwise):
         """The rule without the state after eight chunks."""

@@ -14,9 +14,10 @@ from properties.traces.domain import TraceDomain
 from properties.traces.events import PADDING
 from verify.adapters.base import Engine, TraceAdapter
 from verify.adapters.gdn.pool import PoolEngine, Progress
+from verify.zoo.base import Right
 
 
-class Serves(PoolEngine, TraceAdapter):
+class Serves(Right, PoolEngine, TraceAdapter):
     """The right engine, as an adapter that opens an engine of its own class."""
 
     domain = TraceDomain()
@@ -32,31 +33,22 @@ class Serves(PoolEngine, TraceAdapter):
 # Padding that aliases a slot
 
 
-class PaddingIsTheLastSlot(Serves):
+class PaddingIsTheLastSlot(Serves, letter="S", incident=(24,)):
     """Padding's index -1 is used as an address, so padding reads and writes the last slot (vllm 33326, 39064)."""
-
-    letter = "S"
-    incident = (24,)
 
     def padding(self, slot: int) -> bool:
         return slot == self.sizes.padding_slot == 0
 
 
-class PaddingTakesTheFirstSlot(Serves):
+class PaddingTakesTheFirstSlot(Serves, letter="S", incident=(24,)):
     """The index of padding rows is clamped to the first slot of a request (flashinfer 2810, 2793)."""
-
-    letter = "S"
-    incident = (24,)
 
     def slot(self, request: str) -> int:
         return max(super().slot(request), len(self.unowned))
 
 
-class PaddingKeepsTheLastIndex(Serves):
+class PaddingKeepsTheLastIndex(Serves, letter="S", incident=(24,)):
     """Padding rows keep the index that their place had in the batch before: a stale tail (sglang 33431, 20915)."""
-
-    letter = "S"
-    incident = (24,)
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__(sizes)
@@ -72,11 +64,8 @@ class PaddingKeepsTheLastIndex(Serves):
         return rows
 
 
-class PaddingInTheMiddle(Serves):
+class PaddingInTheMiddle(Serves, letter="S", incident=(24,)):
     """Slots are gathered for the requests alone, so rows behind a padding row get their neighbour's (sglang 22818)."""
-
-    letter = "S"
-    incident = (24,)
 
     def rows(self, batch: Batch) -> list[Progress]:
         order = [name for name in batch.requests if name != PADDING]
@@ -90,42 +79,30 @@ class PaddingInTheMiddle(Serves):
 # A slot that is used again
 
 
-class StateIsNotCleared(Serves):
+class StateIsNotCleared(Serves, letter="S", incident=(19,)):
     """A request that is admitted goes on from the state of the slot's last owner (vllm 35219)."""
-
-    letter = "S"
-    incident = (19,)
 
     def clear(self, slot: int) -> None:
         self.windows[slot] = 0
 
 
-class WindowIsNotCleared(Serves):
+class WindowIsNotCleared(Serves, letter="S", incident=(19,)):
     """A request that is admitted keeps the convolution window of the slot's last owner (sglang 26941)."""
-
-    letter = "S"
-    incident = (19,)
 
     def clear(self, slot: int) -> None:
         self.states[slot] = 0
 
 
-class ClearsByZeroTimes(Serves):
+class ClearsByZeroTimes(Serves, letter="S", incident=(19,)):
     """A slot is cleared by multiplying it with zero, so NaN stays NaN (llama.cpp 29092)."""
-
-    letter = "S"
-    incident = (19,)
 
     def clear(self, slot: int) -> None:
         self.states[slot] *= 0
         self.windows[slot] *= 0
 
 
-class ClearsWhenFreed(Serves):
+class ClearsWhenFreed(Serves, letter="S", incident=(19,)):
     """A slot is cleared when its owner leaves, not when the next one comes (vllm 56524)."""
-
-    letter = "S"
-    incident = (19,)
 
     def give(self, slot: int) -> None:
         super().give(slot)
@@ -135,11 +112,8 @@ class ClearsWhenFreed(Serves):
         pass
 
 
-class ClearsItsNeighbour(Serves):
+class ClearsItsNeighbour(Serves, letter="S", incident=(19,)):
     """Clearing a slot also clears the next one, if nobody owns it (sglang 16067)."""
-
-    letter = "S"
-    incident = (19,)
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
@@ -147,10 +121,8 @@ class ClearsItsNeighbour(Serves):
             super().clear(slot + 1)
 
 
-class HandsOutTheNullSlot(Serves):
+class HandsOutTheNullSlot(Serves, letter="S"):
     """A freed request's slot is lost, and when none is left, the slot 0 is handed out, which is nobody's."""
-
-    letter = "S"
 
     def give(self, slot: int) -> None:
         pass
@@ -159,11 +131,8 @@ class HandsOutTheNullSlot(Serves):
         return super().take() if self.unused else 0
 
 
-class GivesASlotTwice(Serves):
+class GivesASlotTwice(Serves, letter="S", incident=(19,)):
     """A freed request that had a snapshot gives its own slot back twice (Megatron-LM 6584)."""
-
-    letter = "S"
-    incident = (19,)
 
     def free(self, request: str) -> None:
         slot = self.owned[request]
@@ -172,22 +141,16 @@ class GivesASlotTwice(Serves):
         super().free(request)
 
 
-class LeaksSnapshots(Serves):
+class LeaksSnapshots(Serves, letter="S", incident=(19,)):
     """A freed request gives its own slot back, and its snapshot's never (sglang 20182, 23496)."""
-
-    letter = "S"
-    incident = (19,)
 
     def free(self, request: str) -> None:
         self.owned.pop(f"{request}@", None)
         super().free(request)
 
 
-class HandsOutTheDummy(Serves):
+class HandsOutTheDummy(Serves, letter="S", incident=(19,)):
     """The slot 0, to which padding rows may write, is handed out like any other (sglang 26941)."""
-
-    letter = "S"
-    incident = (19,)
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__(sizes)
@@ -204,31 +167,22 @@ class HandsOutTheDummy(Serves):
 # Speculation
 
 
-class StateKeepsTheDraft(Serves):
+class StateKeepsTheDraft(Serves, letter="S", incident=(21,)):
     """After a draft was rejected in part, the state of all of its tokens is kept (vllm 39273)."""
-
-    letter = "S"
-    incident = (21,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         super().commit([len(row.o) for row in self.drafted])
 
 
-class AcceptsOneLess(Serves):
+class AcceptsOneLess(Serves, letter="S", incident=(21,)):
     """Of a draft of which a part is accepted, the state a token earlier is kept (vllm 40738)."""
-
-    letter = "S"
-    incident = (21,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         super().commit([count - (1 < count < len(row.o)) for count, row in zip(accepted, self.drafted, strict=True)])
 
 
-class WindowKeepsTheDraft(Serves):
+class WindowKeepsTheDraft(Serves, letter="S", incident=(21,)):
     """The state goes back to the accepted tokens, and the window stays that of the whole draft (sglang 27463)."""
-
-    letter = "S"
-    incident = (21,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         super().commit(accepted)
@@ -237,11 +191,8 @@ class WindowKeepsTheDraft(Serves):
                 self.windows[row.slot] = row.line[:, len(row.o) :]
 
 
-class WindowMissesTheDraft(Serves):
+class WindowMissesTheDraft(Serves, letter="S", incident=(21,)):
     """The accepted tokens are in the state and not in the window (vllm 52942)."""
-
-    letter = "S"
-    incident = (21,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         windows = self.windows.clone()
@@ -249,22 +200,16 @@ class WindowMissesTheDraft(Serves):
         self.windows.copy_(windows)
 
 
-class AcceptedOfRequestsAlone(Serves):
+class AcceptedOfRequestsAlone(Serves, letter="S", incident=(21,)):
     """The counts of accepted tokens lie side by side without padding rows, and are read with them (xLLM 2247)."""
-
-    letter = "S"
-    incident = (21,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         counts = [count for count, row in zip(accepted, self.drafted, strict=True) if not self.padding(row.slot)]
         super().commit(counts + [1] * (len(accepted) - len(counts)))
 
 
-class AcceptedOfTheStepBefore(Serves):
+class AcceptedOfTheStepBefore(Serves, letter="S", incident=(21,)):
     """The counts of accepted tokens are those of the verification before, if it had as many rows (vllm 47123)."""
-
-    letter = "S"
-    incident = (21,)
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__(sizes)
@@ -276,11 +221,8 @@ class AcceptedOfTheStepBefore(Serves):
         self.before = accepted
 
 
-class DraftsFromTheBuffer(Serves):
+class DraftsFromTheBuffer(Serves, letter="S", incident=(22,)):
     """A draft begins from the last state in the buffer of its row's place, whoever wrote it (flashinfer 3145, 3490)."""
-
-    letter = "S"
-    incident = (22,)
 
     def verify(self, batch: Batch) -> Tensor:
         earlier, states = self.drafted, self.states.clone()
@@ -292,21 +234,16 @@ class DraftsFromTheBuffer(Serves):
         return o
 
 
-class NoWriteAfterFour(Serves):
+class NoWriteAfterFour(Serves, letter="S", incident=(20,)):
     """With drafts of four tokens, all accepted, the state is not written back (vllm 53051)."""
-
-    letter = "S"
-    incident = (20,)
 
     def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
         written = [(row, count) for row, count in zip(rows, counts, strict=True) if not (count == len(row.o) == 4)]
         super().write([row for row, _ in written], [count for _, count in written])
 
 
-class VerifyWithoutDecay(Serves):
+class VerifyWithoutDecay(Serves, letter="D"):
     """The kernel that verifies drafts leaves out the decay (mlx-swift-lm 218)."""
-
-    letter = "D"
 
     def verify(self, batch: Batch) -> Tensor:
         batch.a.fill_(-100.0)
@@ -316,11 +253,8 @@ class VerifyWithoutDecay(Serves):
 # Prefill and decode together
 
 
-class OneTokenIsADecode(Serves):
+class OneTokenIsADecode(Serves, letter="S", incident=(20,)):
     """A prompt of one token is taken for a decode and goes on from what its slot holds (vllm 36917)."""
-
-    letter = "S"
-    incident = (20,)
 
     def clear(self, slot: int) -> None:
         pass
@@ -332,11 +266,8 @@ class OneTokenIsADecode(Serves):
         return super().prefill(batch)
 
 
-class PromptForgetsItsPrefix(Serves):
+class PromptForgetsItsPrefix(Serves, letter="S", incident=(18,)):
     """The second part of a prompt starts from zeros (vllm 34871, 34845)."""
-
-    letter = "S"
-    incident = (18,)
 
     def prefill(self, batch: Batch) -> Tensor:
         for request, length in zip(batch.requests, batch.lengths, strict=True):
@@ -345,11 +276,8 @@ class PromptForgetsItsPrefix(Serves):
         return super().prefill(batch)
 
 
-class PromptForgetsItsWindow(Serves):
+class PromptForgetsItsWindow(Serves, letter="S", incident=(18,)):
     """The second part of a prompt begins with an empty convolution window (mlxcel 1749)."""
-
-    letter = "S"
-    incident = (18,)
 
     def prefill(self, batch: Batch) -> Tensor:
         for request, length in zip(batch.requests, batch.lengths, strict=True):
@@ -358,11 +286,8 @@ class PromptForgetsItsWindow(Serves):
         return super().prefill(batch)
 
 
-class ShortPromptsDropTheWindow(Serves):
+class ShortPromptsDropTheWindow(Serves, letter="S", incident=(18,)):
     """If a prefill has fewer tokens than the window, the columns before them become zeros (vllm 55894)."""
-
-    letter = "S"
-    incident = (18,)
 
     def put(self, row: Progress, slot: int, count: int) -> None:
         super().put(row, slot, count)
@@ -371,10 +296,8 @@ class ShortPromptsDropTheWindow(Serves):
             self.windows[slot, :, : columns - count] = 0
 
 
-class NoTokensMeanZeros(Serves):
+class NoTokensMeanZeros(Serves, letter="V"):
     """A row of no tokens leaves a state of zeros behind (vllm 55898)."""
-
-    letter = "V"
 
     def put(self, row: Progress, slot: int, count: int) -> None:
         super().put(row, slot, count)
@@ -382,11 +305,8 @@ class NoTokensMeanZeros(Serves):
             self.states[slot] = 0
 
 
-class RowsChangeStates(Serves):
+class RowsChangeStates(Serves, letter="S", incident=(1,)):
     """In a prefill of several rows, a request that goes on gets the state of the row before it (vllm 40766)."""
-
-    letter = "S"
-    incident = (1,)
 
     def prefill(self, batch: Batch) -> Tensor:
         starts, names = batch.starts, batch.requests
@@ -399,32 +319,23 @@ class RowsChangeStates(Serves):
 # Snapshots of a prefix
 
 
-class SnapshotHalfWay(Serves):
+class SnapshotHalfWay(Serves, letter="S", incident=(23,)):
     """A snapshot is the state half way, its index divided twice (sglang 33515)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         super().save(_with_snapshots(batch, [count and count // 2 for count in batch.snapshots]), rows)
 
 
-class SnapshotOfTheEnd(Serves):
+class SnapshotOfTheEnd(Serves, letter="S", incident=(23,)):
     """A snapshot is the state after all tokens, beyond the end of the chunk (sglang 37836, vllm 56196)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         ends = [count and length for count, length in zip(batch.snapshots, batch.lengths, strict=True)]
         super().save(_with_snapshots(batch, ends), rows)
 
 
-class SnapshotWindowOfTheEnd(Serves):
+class SnapshotWindowOfTheEnd(Serves, letter="S", incident=(23,)):
     """A snapshot has the state after the chunk with the window after all tokens (vllm 53912, sglang 31833)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         super().save(batch, rows)
@@ -433,22 +344,16 @@ class SnapshotWindowOfTheEnd(Serves):
                 self.windows[self.owned[f"{request}@"]] = row.line[:, len(row.o) :]
 
 
-class SnapshotIsNotRenewed(Serves):
+class SnapshotIsNotRenewed(Serves, letter="S", incident=(23,)):
     """A request that has a snapshot keeps it, though a later one is due (vllm 55507, LMCache 5004)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         first = zip(batch.requests, batch.snapshots, strict=True)
         super().save(_with_snapshots(batch, [None if f"{name}@" in self.owned else count for name, count in first]), rows)
 
 
-class SnapshotOfItsNeighbour(Serves):
+class SnapshotOfItsNeighbour(Serves, letter="S", incident=(23,)):
     """In a prefill of several rows, a snapshot is taken from the row before it (sglang 29973, 12111)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         order = [*rows]
@@ -458,41 +363,29 @@ class SnapshotOfItsNeighbour(Serves):
         super().save(batch, order)
 
 
-class ForkSharesTheSlot(Serves):
+class ForkSharesTheSlot(Serves, letter="S", incident=(22,)):
     """A fork has its source's slot and is not copied when it is written (vllm 48375, 43559)."""
-
-    letter = "S"
-    incident = (22,)
 
     def fork(self, new: str, old: str, *, snapshot: bool) -> None:
         self.owned[new] = self.owned[f"{old}@" if snapshot else old]
 
 
-class ForkForgetsTheWindow(Serves):
+class ForkForgetsTheWindow(Serves, letter="S", incident=(22,)):
     """A fork copies the state, and its window stays what the slot held (vllm 53142, LMCache 4984)."""
-
-    letter = "S"
-    incident = (22,)
 
     def copy(self, source: int, target: int) -> None:
         self.states[target] = self.states[source]
 
 
-class ForkOfTheRequest(Serves):
+class ForkOfTheRequest(Serves, letter="S", incident=(22,)):
     """A fork from a snapshot copies the request's own state, which is further (vllm 55600, 56525)."""
-
-    letter = "S"
-    incident = (22,)
 
     def fork(self, new: str, old: str, *, snapshot: bool) -> None:
         super().fork(new, old, snapshot=snapshot and old not in self.owned)
 
 
-class DraftsSpoilTheSnapshot(Serves):
+class DraftsSpoilTheSnapshot(Serves, letter="S", incident=(22,)):
     """A draft of which a part is rejected is committed to the request's snapshot too (sglang 33450, 22935)."""
-
-    letter = "S"
-    incident = (22,)
 
     def commit(self, accepted: Sequence[int]) -> None:
         super().commit(accepted)
@@ -505,20 +398,16 @@ class DraftsSpoilTheSnapshot(Serves):
 # Swap, preemption, transfer
 
 
-class SwapLosesTheWindow(Serves):
+class SwapLosesTheWindow(Serves, letter="S"):
     """A request that was swapped out comes back without its window (sglang 22493)."""
-
-    letter = "S"
 
     def swap(self, request: str) -> None:
         super().swap(request)
         self.windows[self.owned[request]] = 0
 
 
-class SwapBringsBackTheSlot(Serves):
+class SwapBringsBackTheSlot(Serves, letter="S"):
     """A request that was swapped out comes back in its old slot, which may have another owner (vllm-metal 488)."""
-
-    letter = "S"
 
     def swap(self, request: str) -> None:
         slot = self.owned[request]
@@ -526,11 +415,8 @@ class SwapBringsBackTheSlot(Serves):
         self.take()
 
 
-class SwapTransposes(Serves):
+class SwapTransposes(Serves, letter="L", incident=(25,)):
     """A state that was swapped out is read back with its axes in the other order (sglang 39830, 22060)."""
-
-    letter = "L"
-    incident = (25,)
 
     def swap(self, request: str) -> None:
         super().swap(request)
@@ -538,11 +424,8 @@ class SwapTransposes(Serves):
         state.copy_(state.mT.reshape(state.shape))
 
 
-class SwapRoundsToHalf(Serves):
+class SwapRoundsToHalf(Serves, letter="L", incident=(26,)):
     """A state in float32 is swapped out in bfloat16 (vllm 55208, 53078)."""
-
-    letter = "L"
-    incident = (26,)
 
     def swap(self, request: str) -> None:
         super().swap(request)
@@ -550,31 +433,23 @@ class SwapRoundsToHalf(Serves):
         state.copy_(state.bfloat16())
 
 
-class TransferJoinsRanks(Serves):
+class TransferJoinsRanks(Serves, letter="T", incident=(14,)):
     """The windows of ranks are joined whole, so that the sections q, k and v of each rank follow one another (vllm 41869)."""
-
-    letter = "T"
-    incident = (14,)
 
     def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
         state, _ = super().joined(ranks)
         return state, torch.cat([part for _, parts in ranks for part in parts])
 
 
-class TransferSendsTheFirstRank(Serves):
+class TransferSendsTheFirstRank(Serves, letter="T"):
     """The states of all ranks are those of the first one (vllm 45682)."""
-
-    letter = "T"
 
     def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
         return super().joined([(ranks[0][0], parts) for _, parts in ranks])
 
 
-class PreemptionKeepsTheState(Serves):
+class PreemptionKeepsTheState(Serves, letter="S", incident=(19,)):
     """A request that was preempted goes on from its old state, though its tokens are processed again (vllm-metal 489)."""
-
-    letter = "S"
-    incident = (19,)
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__(sizes)
@@ -591,11 +466,8 @@ class PreemptionKeepsTheState(Serves):
                 self.states[self.owned[request]] = self.preempted.pop(request)
 
 
-class PreemptionLosesTheSlot(Serves):
+class PreemptionLosesTheSlot(Serves, letter="S", incident=(19,)):
     """A request that is preempted does not give its slot back (sglang 39862)."""
-
-    letter = "S"
-    incident = (19,)
 
     def preempt(self, request: str) -> None:
         slot = self.owned[request]
@@ -603,21 +475,15 @@ class PreemptionLosesTheSlot(Serves):
         self.unused.remove(slot)
 
 
-class SavesBeforeTheToken(Serves):
+class SavesBeforeTheToken(Serves, letter="S", incident=(23,)):
     """A snapshot that a decode takes is the state before its token (sglang 33450)."""
-
-    letter = "S"
-    incident = (23,)
 
     def decode(self, batch: Batch) -> Tensor:
         return super().decode(_with_snapshots(batch, [None if count is None else 0 for count in batch.snapshots]))
 
 
-class SavesTheFirstRows(Serves):
+class SavesTheFirstRows(Serves, letter="S", incident=(23,)):
     """A decode saves the states of its first rows, as if all padding rows stood behind (sglang 22935)."""
-
-    letter = "S"
-    incident = (23,)
 
     def decode(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
@@ -629,11 +495,8 @@ class SavesTheFirstRows(Serves):
 # Dtypes and addresses
 
 
-class StatesRoundToHalf(Serves):
+class StatesRoundToHalf(Serves, letter="L", incident=(26,)):
     """States in float32 are rounded to bfloat16 whenever they are written (sglang 40419, vllm 37728)."""
-
-    letter = "L"
-    incident = (26,)
 
     def put(self, row: Progress, slot: int, count: int) -> None:
         super().put(row, slot, count)
@@ -652,55 +515,43 @@ class _Windows(Serves):
         self.windows[slot] = self.stored(self.windows[slot])
 
 
-class WindowsAfterRelu(_Windows):
+class WindowsAfterRelu(_Windows, letter="S"):
     """Windows hold their inputs after an activation: negative ones become zero."""
-
-    letter = "S"
 
     def stored(self, window: Tensor) -> Tensor:
         return window.relu()
 
 
-class WindowsRoundToHalf(_Windows):
+class WindowsRoundToHalf(_Windows, letter="L"):
     """Windows are rounded to bfloat16, also where inputs have more bits."""
-
-    letter = "L"
 
     def stored(self, window: Tensor) -> Tensor:
         return window.bfloat16().to(window.dtype)
 
 
-class WindowsLoseTheirSign(_Windows):
+class WindowsLoseTheirSign(_Windows, letter="N"):
     """Negative inputs become NaN in windows."""
-
-    letter = "N"
 
     def stored(self, window: Tensor) -> Tensor:
         return torch.where(window < 0, math.nan, window)
 
 
-class NegatesALog(Serves):
+class NegatesALog(Serves, letter="N"):
     """A_log is read with the other sign."""
-
-    letter = "N"
 
     def decay(self, a: Tensor) -> Tensor:
         return (-(-self.sizes.A_log).exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias)).exp()
 
 
-class OneBiasForAllHeads(Serves):
+class OneBiasForAllHeads(Serves, letter="G"):
     """Every head has the dt_bias of head 0."""
-
-    letter = "G"
 
     def decay(self, a: Tensor) -> Tensor:
         return (-self.sizes.A_log.exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias[:1])).exp()
 
 
-class SlotsDecideTheRounding(Serves):
+class SlotsDecideTheRounding(Serves, letter="I"):
     """In every second slot the output is scaled by 3 and back, which rounds: an address that is not aligned (sglang 38975)."""
-
-    letter = "I"
 
     def row(self, slot: int, mixed: Tensor, a: Tensor, b: Tensor) -> Progress:
         row = super().row(slot, mixed, a, b)
@@ -708,30 +559,24 @@ class SlotsDecideTheRounding(Serves):
         return row
 
 
-class SharedScale(Serves):
+class SharedScale(Serves, letter="-"):
     """Outputs are quantised with one scale for the first tokens of all rows of a batch (flashinfer 3230)."""
-
-    letter = "-"
 
     def outputs(self, rows: Sequence[Progress]) -> Tensor:
         real = [row.o[:1].abs().amax() for row in rows if not self.padding(row.slot) and len(row.o)]
         return _quantised(super().outputs(rows), max(real, default=torch.tensor(1.0)))
 
 
-class ScaleOfTheDraft(Serves):
+class ScaleOfTheDraft(Serves, letter="-"):
     """The outputs of a draft are quantised with one scale for all of its tokens, rejected ones too (sglang 11133)."""
-
-    letter = "-"
 
     def outputs(self, rows: Sequence[Progress]) -> Tensor:
         parts = super().outputs(rows).split([len(row.o) for row in rows])
         return torch.cat([_quantised(part, part.abs().amax().float()) if len(part) else part for part in parts])
 
 
-class ScaleOfThePool(Serves):
+class ScaleOfThePool(Serves, letter="-"):
     """Outputs are quantised with one scale for the whole pool, slots that nobody owns included (sglang 40362)."""
-
-    letter = "-"
 
     def outputs(self, rows: Sequence[Progress]) -> Tensor:
         return _quantised(super().outputs(rows), self.states.float().nan_to_num(nan=7.0).abs().amax())
