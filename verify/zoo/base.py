@@ -12,6 +12,7 @@ from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 
 EPS = 1e-6
+Outputs = tuple[Tensor, Tensor]  # the outputs, and the state after them
 
 
 class Right:
@@ -81,9 +82,7 @@ class Chunkwise(Right, Adapter):
             return state
         return torch.zeros(x.v.shape[2], x.k.shape[3], x.v.shape[3])
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         """One sequence: q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]. Returns o [T, HV, V] and the state."""
         rows = []
         for start in range(0, len(q), self.size):
@@ -124,7 +123,7 @@ class Chunkwise(Right, Adapter):
     def last(self, total: Tensor) -> Tensor:
         return total[..., -1:]
 
-    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         """One chunk: q, k [HV, C, K], v [HV, C, V], g, beta [HV, C], state [HV, K, V]. Returns o [HV, C, V] and the state."""
         total = self.cumulative(g)
         decays = self.decays(total)
@@ -193,7 +192,7 @@ class Serving(Right, Adapter):
         state: Tensor = x.pool[slot].float()
         return torch.zeros_like(state) if self.begins(x, request) else state
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Outputs:
         """One token: q, k [HV, K], v [HV, V], g [HV] or [HV, K], beta [HV], state [HV, K, V].
 
         Returns o [HV, V] and the state after the token.

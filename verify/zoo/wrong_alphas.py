@@ -6,7 +6,7 @@ tests/test_alpha.py names the laws each of which detects the wrong implementatio
 import torch
 from torch import Tensor
 
-from verify.zoo.base import ByAlpha, ServingByAlpha
+from verify.zoo.base import ByAlpha, Outputs, ServingByAlpha
 
 
 class AlphaAsLogarithm(ByAlpha, letter="D"):
@@ -26,9 +26,7 @@ class AlphaOfTheNextToken(ByAlpha, letter="D"):
 class DecaysAfterTheUpdate(ByAlpha, letter="D"):
     """The state decays after the token's correction is written, and then the token reads it."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         rows = []
         for q_t, k_t, v_t, g_t, beta_t in zip(q.float(), k.float(), v.float(), g, beta, strict=True):
             fresh = beta_t.unsqueeze(-1) * (v_t - (k_t.unsqueeze(-1) * state).sum(-2))

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.rules.domain import Domain
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import Chunkwise, Outputs
 from verify.zoo.modules import Conv, L2Norm
 
-Outputs = tuple[Tensor, Tensor]
 FORGOTTEN = -104.0  # exp of it is 0 in float32
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.rules.domain import Domain
-from verify.zoo.base import EPS, Chunkwise, at_32_bits
+from verify.zoo.base import EPS, Chunkwise, Outputs, at_32_bits
 
 Answer = tuple[Tensor, Tensor | None]
 
@@ -38,9 +38,7 @@ class LeaksState(Chunkwise, letter="V", incident=(1, 2, 3)):
         leaked = self.last_state if x.cu_seqlens is not None and self.last_state is not None else 0
         return fresh + leaked
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, self.last_state = super().sequence(q, k, v, g, beta, state, scale)
         return o, self.last_state
 
@@ -48,7 +46,7 @@ class LeaksState(Chunkwise, letter="V", incident=(1, 2, 3)):
 class PeeksAhead(Chunkwise, letter="N"):
     """Token 0 of each chunk reads token 1."""
 
-    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, state = super().piece(q, k, v, g, beta, state, scale)
         if o.shape[-2] > 1:
             peek = torch.zeros(o.shape[-2], 1)
@@ -93,7 +91,7 @@ class DecayTokenByThread(Chunkwise, letter="D", incident=(31,)):
 
     domain = Domain(backward=False)
 
-    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, after = super().piece(q, k, v, g, beta, state, scale)
         total = self.cumulative(g)
         # A thread holds one value channel of the state, but took the token from its part of another matrix. Of four threads, each
@@ -295,9 +293,7 @@ class SlotOneIsOff(Chunkwise, letter="-"):
 
     domain = Domain(position_independent=True)
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, state = super().sequence(q, k, v, g, beta, state, scale)
         self.row += 1
         return (o, state) if self.row != 2 else (o * (1 + 2.0**-22), state * (1 + 2.0**-22))
@@ -403,9 +399,7 @@ class Int32Offsets(Chunkwise, letter="V"):
 class SkipsLengthOne(Chunkwise, letter="V"):
     """A sequence of one token is left out."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         if len(q) == 1:
             return 0 * super().sequence(q, k, v, g, beta, state, scale)[0], state
         return super().sequence(q, k, v, g, beta, state, scale)
@@ -449,9 +443,7 @@ class SingleTokenForgetsDecay(Chunkwise, letter="S"):
 class OneHeadOneToken(Chunkwise, letter="X"):
     """In the last head, the output of token 70 is 5% too small."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, state = super().sequence(q, k, v, g, beta, state, scale)
         if len(o) > 70:
             factor = torch.ones(len(o), o.shape[1], 1)
@@ -463,9 +455,7 @@ class OneHeadOneToken(Chunkwise, letter="X"):
 class ZeroesARow(Chunkwise, letter="X"):
     """The output of token 33 is zero."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, state = super().sequence(q, k, v, g, beta, state, scale)
         keep = (torch.arange(len(o)) != 33).reshape(-1, 1, 1)
         return o * keep, state
@@ -547,9 +537,7 @@ class OneBlockWidth(Chunkwise, letter="X", incident=(28,)):
 class NanAtLengthOne(Chunkwise, letter="X", incident=(30,)):
     """In a mixed batch, sequences of one token go to the chunk kernel, whose tail divides by zero (vLLM 50649)."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         o, state = super().sequence(q, k, v, g, beta, state, scale)
         return (o * float("nan") if len(q) == 1 else o), state
 
@@ -572,9 +560,7 @@ class ThirtyTwoSequences(Chunkwise, letter="V"):
 class WideValuesDoNotDecay(Chunkwise, letter="I"):
     """Value channels from 256 on belong to another block, which does not get the gate."""
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         if v.shape[-1] <= 256:
             return super().sequence(q, k, v, g, beta, state, scale)
         o, final = super().sequence(q, k, v[..., :256], g, beta, state[..., :256], scale)

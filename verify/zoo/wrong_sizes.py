@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.zoo.base import Chunkwise, Layered
+from verify.zoo.base import Chunkwise, Layered, Outputs
 from verify.zoo.modules import Conv, L2Norm
 
 Answer = tuple[Tensor, Tensor | None]
-Outputs = tuple[Tensor, Tensor]
 
 
 class GatesInNineBits(Chunkwise, letter="I"):
