@@ -64,9 +64,6 @@ def test_a_domain_has_only_what_the_release_takes(orchard: str) -> None:
 
 def test_a_release_without_safe_gate_is_not_called_with_it(orchard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla.ChunkKdaSafe, "place", orchard)
-    rules = types.ModuleType("fla.ops.kda")
-    rules.chunk_kda = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fla.ops.kda", rules)
     with pytest.raises(Unavailable, match=r"has no parameter safe_gate"):
         fla.ChunkKdaSafe().run(Inputs(options={}))
 

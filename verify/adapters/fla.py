@@ -62,13 +62,27 @@ class FlaAdapter(Adapter):
 class FlaRule(FlaAdapter):
     """Base of adapters of a rule. The domain is narrowed to what the installed release takes.
 
-    `place` is the rule, as `package.module:function`.
+    `place` is the rule, as `package.module:function`. `switches` are its parameters that are True in every call. With `transposed`,
+    its states are [V, K] in every call, and otherwise in calls with the option `state_v_first`.
     """
 
     place: ClassVar[str]
+    switches: ClassVar[tuple[str, ...]] = ()
+    transposed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.domain = narrowed(self.domain, self.place)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        # A release without a parameter would swallow it in **kwargs.
+        more: dict[str, Any] = {_parameter(self.place, name): True for name in self.switches}
+        if self.chunk not in (None, 64):
+            more[_parameter(self.place, "chunk_size")] = self.chunk
+        more |= given_options(x, self.chunk or 0)
+        module, _, name = self.place.partition(":")
+        rule = getattr(importlib.import_module(module), name)
+        turned = self.transposed or chosen(x, "state_v_first")
+        return v_first(rule, x, self.place, **more) if turned else call(rule, x, **more)
 
 
 class Chunk(FlaRule):
@@ -83,12 +97,6 @@ class Chunk(FlaRule):
     domain = Domain(**CHUNKED)
     counterpart = "fla/fused_recurrent"
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
-
-        size = {} if self.chunk == 64 else {_parameter(self.place, "chunk_size"): self.chunk}
-        return call(rule, x, **size, **given_options(x, self.chunk))
-
 
 class Chunk16(Chunk):
     """`Chunk` with chunks of 16 tokens."""
@@ -102,21 +110,12 @@ class Chunk32(Chunk):
     chunk = 32
 
 
-class ChunkVFirst(FlaRule):
+class ChunkVFirst(Chunk):
     """`Chunk` with states stored as [V, K]."""
 
-    place = "fla.ops.gated_delta_rule.chunk:chunk_gated_delta_rule"
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
     omits = left_out(IN_FLA, "cp_context")
-    domain = Domain(**CHUNKED)
+    transposed = True
     counterpart = "fla/fused_recurrent_v_first"
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
-
-        return v_first(rule, x, self.place, **given_options(x, self.chunk))
 
 
 class FusedRecurrent(FlaRule):
@@ -127,23 +126,12 @@ class FusedRecurrent(FlaRule):
     omits = left_out(IN_FLA, "state_v_first")
     domain = Domain(**RECURRENT)
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
 
-        return call(rule, x)
-
-
-class FusedRecurrentVFirst(FlaRule):
+class FusedRecurrentVFirst(FusedRecurrent):
     """`FusedRecurrent` with states stored as [V, K]."""
 
-    place = "fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule"
-    algorithm = "recurrent"
-    domain = Domain(**RECURRENT)
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
-
-        return v_first(rule, x, self.place)
+    omits = left_out(IN_FLA)
+    transposed = True
 
 
 class ChunkKda(FlaRule):
@@ -166,14 +154,6 @@ class ChunkKda(FlaRule):
         exact_options=("cu_seqlens_cpu",),
     )
     counterpart = "fla/fused_recurrent_kda"
-    switches: ClassVar[tuple[str, ...]] = ()  # parameters that are True in every call
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.kda import chunk_kda as rule
-
-        # A release without a parameter would swallow it in **kwargs.
-        more = {**{_parameter(self.place, name): True for name in self.switches}, **given_options(x, self.chunk)}
-        return v_first(rule, x, self.place, **more) if chosen(x, "state_v_first") else call(rule, x, **more)
 
 
 class ChunkKdaSafe(ChunkKda):
@@ -200,11 +180,6 @@ class FusedRecurrentKda(FlaRule):
         options=V_FIRST,
     )
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.kda import fused_recurrent_kda as rule
-
-        return v_first(rule, x, self.place) if chosen(x, "state_v_first") else call(rule, x)
-
 
 class ChunkDeltaRule(FlaRule):
     """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise.
@@ -228,11 +203,6 @@ class ChunkDeltaRule(FlaRule):
     )
     counterpart = "fla/fused_recurrent_delta_rule"
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.delta_rule import chunk_delta_rule as rule
-
-        return call(rule, x, **given_options(x, self.chunk))
-
 
 class FusedRecurrentDeltaRule(FlaRule):
     """`fla.ops.delta_rule.fused_recurrent_delta_rule`: token by token in float32, forward and backward."""
@@ -241,11 +211,6 @@ class FusedRecurrentDeltaRule(FlaRule):
     algorithm = "recurrent"
     stores = True
     domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False, left_out=("none", "beta"))
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.delta_rule import fused_recurrent_delta_rule as rule
-
-        return call(rule, x)
 
 
 class _CoreOnly(importlib.abc.MetaPathFinder):

@@ -45,27 +45,19 @@ class ChunkCP(PathAdapter):
     products = "tf32"
     domain = PathDomain(operation="gated_delta_rule", **_RULES)
     requires = REQUIRES
+    rule = "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         core()
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        module, name = self.rule
+        return call(getattr(importlib.import_module(module), name), x, cp_context=_context(x, place))[0]
 
-        return call(chunk_gated_delta_rule, x, cp_context=_context(x, place))[0]
 
-
-class KdaCP(PathAdapter):
+class KdaCP(ChunkCP):
     """`fla.ops.kda.chunk_kda` with `cp_context`: as `ChunkCP`, with a decay for each key channel."""
 
-    algorithm = "chunkwise"
-    products = "tf32"
     domain = PathDomain(operation="kda", **_RULES)
-    requires = REQUIRES
-
-    def run(self, x: Inputs, place: Place) -> Tensor:
-        core()
-        from fla.ops.kda import chunk_kda
-
-        return call(chunk_kda, x, cp_context=_context(x, place))[0]
+    rule = "fla.ops.kda", "chunk_kda"
 
 
 class ConvCP(PathAdapter):

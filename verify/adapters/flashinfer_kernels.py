@@ -16,7 +16,7 @@ from oracles.operation import Inputs
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.adapters.flashinfer_references import PADDED, REQUIRES, committed
+from verify.adapters.flashinfer_references import PADDED, REQUIRES, committed, drafted
 
 WIDTH = 128
 ON_A_GPU = Domain(
@@ -143,23 +143,9 @@ class Mtp(Kernel):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         if x.v.shape[1] == 1:
             return Decode.run(self, x)  # type: ignore[arg-type]  # it needs the module alone
-        pool, keeps = x.pool.mT, x.accepted is not None
-        buffer = pool.new_empty(*x.v.shape[:2], *pool.shape[1:]) if keeps else None
-        o, _ = self.module.gated_delta_rule_mtp(
-            x.q,
-            x.k,
-            x.v,
-            pool,
-            x.slots,
-            x.A_log,
-            x.a,
-            x.dt_bias,
-            x.b,
-            scale=x.scale,
-            intermediate_states_buffer=buffer,
-            disable_state_update=keeps,
-            use_qk_l2norm=x.qk_norm,
-        )
+        pool = x.pool.mT
+        buffer = None if x.accepted is None else pool.new_empty(*x.v.shape[:2], *pool.shape[1:])
+        o, _ = drafted(self.module.gated_delta_rule_mtp, x, pool, buffer)
         if buffer is not None:
             pool.copy_(committed(pool, buffer, x))
         return o, x.pool

@@ -4,6 +4,8 @@ The references are in flashinfer/trace/templates/gdn.py and run on a CPU. They c
 and return outputs in bf16.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,22 +101,20 @@ class MtpReference(Reference):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         pool = x.pool.mT
         buffer = pool.new_empty(*x.v.shape[:2], *pool.shape[1:])
-        o, pool = self.function()(  # type: ignore[operator]
-            x.q,
-            x.k,
-            x.v,
-            pool,
-            x.slots,
-            x.A_log,
-            x.a,
-            x.dt_bias,
-            x.b,
-            scale=x.scale,
-            intermediate_states_buffer=buffer,
-            disable_state_update=x.accepted is not None,
-            use_qk_l2norm=x.qk_norm,
-        )
+        o, pool = drafted(self.function(), x, pool, buffer)
         return o, pool.mT if x.accepted is None else committed(pool, buffer, x).mT
+
+
+def drafted(rule: Any, x: Inputs, pool: Tensor, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Call the rule of drafts, which leaves the pool [P, HV, V, K] alone if a draft is accepted in part."""
+    o, pool = rule(
+        *(x.q, x.k, x.v, pool, x.slots, x.A_log, x.a, x.dt_bias, x.b),
+        scale=x.scale,
+        intermediate_states_buffer=buffer,
+        disable_state_update=x.accepted is not None,
+        use_qk_l2norm=x.qk_norm,
+    )
+    return o, pool
 
 
 def committed(pool: Tensor, buffer: Tensor, x: Inputs) -> Tensor:

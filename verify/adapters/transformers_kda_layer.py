@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.layers.domain import LayerDomain
-from verify.adapters.transformers_layer import OPTIONS, ModelLayer, sections_of
+from verify.adapters.transformers_layer import GdnLayer, ModelLayer, sections_of
 
 KERNELS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn", "causal_conv1d_update")
 BOUNDS = ("none", "-5", "-1")  # of the log-decay
@@ -29,19 +28,7 @@ class KdaLayer(ModelLayer):
     """
 
     kernels = KERNELS
-    domain = LayerDomain(
-        "kda_layer",
-        equal_widths=True,
-        grouped_heads=False,
-        packed=False,
-        conv_bias=False,
-        negative_eigenvalues=False,
-        empty=False,
-        nothing=False,
-        state_gradients=False,
-        parameter_dtypes=("fp32", "input"),
-        options=OPTIONS,
-    )
+    domain = dataclasses.replace(GdnLayer.domain, operation="kda_layer", equal_widths=True, grouped_heads=False)
 
     def module(self, config: Any) -> torch.nn.Module:
         module: Any = super().module(config)
