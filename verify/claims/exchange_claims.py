@@ -21,7 +21,7 @@ from verify.bench.faults import short
 from verify.claims.kernel_claims import ragged
 from verify.claims.setting import Setting
 from verify.claims.table import Row
-from verify.claims.timing import Call, Effort, Spread, clock_of, measured, ratios
+from verify.claims.timing import Call, Effort, Spread, clock_of, greatest, measured, own_device, ratios
 from verify.process import messages
 from verify.process.messages import Join
 from verify.process.worker import Answering, WorkerLost
@@ -155,12 +155,12 @@ def measure(load: Load, effort: Effort) -> dict[str, Any]:
     The result has, for each form, the milliseconds forward and backward (of the slowest rank in each round), the seconds of the
     first calls, and the directions in which something is misplaced on any rank.
     """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     comm = Unwaited()
     forms = movers(comm, load, device)
     result = _times(forms, comm, load, effort, device)
     wrong = {name: misplaced(move, load, comm.size, comm.rank, device) for name, move in forms.items()}
-    on_any = {name: _greatest([float(way in mine) for way in WAYS], device) for name, mine in wrong.items()}
+    on_any = {name: greatest([float(way in mine) for way in WAYS], device) for name, mine in wrong.items()}
     found = {name: [way for way, bad in zip(WAYS, flags, strict=True) if bad] for name, flags in on_any.items()}
     return {**result, "misplaced": found}
 
@@ -174,9 +174,9 @@ def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, de
     result: dict[str, Any] = {}
 
     def timed(way: str, calls: Mapping[str, Call]) -> None:
-        result[f"first_{way}_s"] = {name: _greatest([clock.first(call)], device)[0] for name, call in calls.items()}
-        took = measured(calls, clock, effort, lambda ms: _greatest([ms], device)[0])
-        result[way] = {name: _greatest(times, device) for name, times in took.items()}
+        result[f"first_{way}_s"] = {name: greatest([clock.first(call)], device)[0] for name, call in calls.items()}
+        took = measured(calls, clock, effort, lambda ms: greatest([ms], device)[0])
+        result[way] = {name: greatest(times, device) for name, times in took.items()}
 
     timed("ahead", {name: functools.partial(move, x, y) for name, move in forms.items()})
     graphs = {name: move(x, y) for name, move in forms.items()}
@@ -186,14 +186,6 @@ def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, de
         return torch.autograd.grad(graph, (x, y), directions, retain_graph=True)
 
     timed("back", {name: functools.partial(back, graph) for name, graph in graphs.items()})
-    return result
-
-
-def _greatest(values: Sequence[float], device: torch.device) -> list[float]:
-    """For each number, its largest value over all ranks."""
-    every = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(every, op=dist.ReduceOp.MAX)
-    result: list[float] = every.tolist()
     return result
 
 

@@ -1,5 +1,6 @@
 """Claims about the whole layer on one GPU: all changes of Megatron-LM 3040 together, and FLOPs by formula over measured time."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -94,19 +95,10 @@ def layer_form(kind: type[GatedDeltaNet]) -> Form:
 
 def layer_contest(setting: Setting, kinds: Mapping[str, type[GatedDeltaNet]]) -> Contest:
     """A contest of whole layers, from hidden states to hidden states."""
-    widths = setting.sizes.layer
+    widths = dataclasses.asdict(setting.sizes.layer)
 
     def case(tokens: int) -> LayerCase:
-        return LayerCase(
-            (tokens,),
-            heads=widths.heads,
-            value_heads=widths.value_heads,
-            key_dim=widths.key_dim,
-            value_dim=widths.value_dim,
-            hidden=widths.hidden,
-            conv_width=widths.conv_width,
-            dtype=setting.sizes.dtype,
-        )
+        return LayerCase((tokens,), dtype=setting.sizes.dtype, **widths)
 
     forms = {name: layer_form(kind) for name, kind in kinds.items()}
     return Contest(forms, case(setting.sizes.tokens), case(setting.sizes.judged), "chunkwise", chunk=64)

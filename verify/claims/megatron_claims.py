@@ -418,19 +418,8 @@ def memory_row(before: Answer, after: Answer, case: ParallelCase, again: str) ->
 
 def timed(bench: Bench, lengths: tuple[int, ...], cp: int = 1) -> ParallelCase:
     """The timed case: a batch of one sequence, or with `cp` ranks packed sequences."""
-    layer = bench.extent.layer
-    return ParallelCase(
-        lengths,
-        cp=cp,
-        packed=cp > 1,
-        heads=layer.heads,
-        value_heads=layer.value_heads,
-        key_dim=layer.key_dim,
-        value_dim=layer.value_dim,
-        hidden=layer.hidden,
-        conv_width=layer.conv_width,
-        dtype=bench.extent.dtype,
-    )
+    widths = dataclasses.asdict(bench.extent.layer)
+    return ParallelCase(lengths, cp=cp, packed=cp > 1, dtype=bench.extent.dtype, **widths)
 
 
 def timed_line(bench: Bench, version: str, adapter: str, case: ParallelCase, ranks: int = 0) -> str:

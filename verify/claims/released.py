@@ -27,7 +27,7 @@ from verify.bench.faults import short
 from verify.bench.path_bench import PARAMETERS, RankBench, place_of
 from verify.claims.contest import Contest, Form, Tensors, agreement, allocated_bytes, saved_bytes
 from verify.claims.formula import HALVES, formula_in, terms
-from verify.claims.timing import Call, Clock, clock_of
+from verify.claims.timing import Call, Clock, clock_of, greatest, own_device
 from verify.claims.tuning import limit_tuning
 from verify.execution import service
 from verify.execution.judging import adapter_of
@@ -130,7 +130,7 @@ def time(question: Answer) -> Answer:
     ready = _ready(question["line"])
     ahead = ready.clock.times([ready.forward] * question["calls"])
     back = [ready.clock.times([ready.backward_of(ready.forward())])[0] for _ in range(question["calls"])]
-    return {"ahead": _slowest(ahead), "back": _slowest(back)}
+    return {"ahead": greatest(ahead, own_device()), "back": greatest(back, own_device())}
 
 
 def memory(question: Answer) -> Answer:
@@ -141,7 +141,7 @@ def memory(question: Answer) -> Answer:
     ready = _ready(question["line"])
     with torch.compiler.set_stance("force_eager"):
         saved = saved_bytes(ready.forward, ready.leaves)
-    return {"saved": saved, "allocated": allocated_bytes(ready.forward, _device())}
+    return {"saved": saved, "allocated": allocated_bytes(ready.forward, own_device())}
 
 
 @functools.lru_cache(4)
@@ -149,7 +149,7 @@ def _ready(line: str) -> Ready:
     run = Run.parse(line)
     adapter, case = adapter_of(run.adapter), run.example.case
     assert isinstance(adapter, MegatronLayer) and isinstance(case, ParallelCase), run
-    device, here = _device(), dist.is_initialized()
+    device, here = own_device(), dist.is_initialized()
     place = place_of(case.mesh) if here else Place(Alone(), Alone())
     assert place is not None, case
     kept = keeping_its_module(adapter)
@@ -176,21 +176,11 @@ def keeping_its_module(adapter: MegatronLayer) -> MegatronLayer:
     return kept
 
 
-def _slowest(times: Any) -> list[float]:
-    """For each time, the longest over all ranks."""
-    if not dist.is_initialized():
-        return [*times]
-    every = torch.tensor([*times], dtype=torch.float64, device=_device())
-    dist.all_reduce(every, op=dist.ReduceOp.MAX)
-    longest: list[float] = every.tolist()
-    return longest
-
-
 def contest(question: Answer) -> Answer:
     """How the layers of several adapters agree with the truth and with each other, on a case of one rank."""
     case = LayerCase.parse(question["case"])
     forms = {name: layer_form(adapter_of(name)) for name in question["adapters"]}
-    agreed = agreement(Contest(forms, case, case, "chunkwise", chunk=64), _device())
+    agreed = agreement(Contest(forms, case, case, "chunkwise", chunk=64), own_device())
     first, *others = forms
     apart = max((agreed.apart[first, other] for other in others), default=0.0)
     return {"worst": agreed.worst, "broken": agreed.broken(*forms), "about": agreed.about(*forms), "apart": apart}
@@ -213,10 +203,6 @@ def flops(question: Answer) -> Answer:
     """The training FLOPs of a layer by term, by both halves of the release's formula."""
     formula, layer = formula_in(question["folder"]), Layer(**question["layer"])
     return {kind: terms(formula, layer, question["tokens"], kind) for kind in HALVES}
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 _ANSWERS: dict[str, Callable[[Answer], Answer]] = {

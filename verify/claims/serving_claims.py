@@ -19,6 +19,7 @@ from oracles.operation import DTYPES, Inputs, sequences
 from properties.pools.case import BLOCK_SIZES, PoolCase
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
+from verify.adapters.serving_kernels import side_by_side
 from verify.adapters.sglang_blocks import FORWARD_KERNEL, KDA
 from verify.adapters.sglang_pools import RECURRENT, SIGMOID
 from verify.claims.contest import Contest, Form, Tensors, agreement, size_of
@@ -121,11 +122,7 @@ def update(module: types.ModuleType, x: Operands) -> tuple[Tensor, Tensor]:
     """Call `fused_recurrent_gated_delta_rule_update`."""
     y = x.inputs
     o = module.fused_recurrent_gated_delta_rule_update(
-        y.q,
-        y.k,
-        y.v,
-        y.g,
-        y.beta,
+        *(y.q, y.k, y.v, y.g, y.beta),
         initial_state_source=x.states,
         initial_state_indices=y.slots,
         cu_seqlens=y.cu_seqlens,
@@ -281,7 +278,7 @@ def form(kernel: Kernel, block: int) -> Form:
         count = len(slots)
         buffer = states.new_empty(count, max(lengths), *states.shape[1:]) if kernel.call is verify else None
         rows = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=slots.device)
-        o, final = kernel.run(block, Operands(x, states, mixed_of(x), buffer, rows))
+        o, final = kernel.run(block, Operands(x, states, side_by_side(x), buffer, rows))
         if kernel.pool and buffer is None:
             return o, final.mT
         pool = torch.empty_like(x.pool.detach().mT, memory_format=torch.contiguous_format)
@@ -289,11 +286,6 @@ def form(kernel: Kernel, block: int) -> Form:
         return (o, pool.mT) if buffer is None else (o, pool.mT, buffer)
 
     return run
-
-
-def mixed_of(x: Inputs) -> Tensor:
-    """q, k and v of each token side by side, [T, 2 H K + HV V]."""
-    return torch.cat([x[name].detach().flatten(0, 1).flatten(1) for name in ("q", "k", "v")], -1)
 
 
 def judged(kernel: Kernel, setting: Setting, state_dtype: str) -> Row:
@@ -392,7 +384,7 @@ def operands(kernel: Kernel, layer: Layer, share: int, requests: int, device: to
     )
     numbers = requests * value_heads * value_dim * key_dim
     layers = max(LEAST_LAYERS, min(MOST_LAYERS, -(-STATE_BYTES // (4 * numbers)))) if device.type == "cuda" else 1
-    rows, mixed = torch.arange(requests, dtype=torch.int32, device=device), mixed_of(x)
+    rows, mixed = torch.arange(requests, dtype=torch.int32, device=device), side_by_side(x)
     result = []
     for _ in range(layers):
         states = torch.empty(requests, value_heads, value_dim, key_dim, device=device).uniform_(-1, 1)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from verify.gpu import device as devices
 
@@ -126,6 +127,20 @@ class DeviceClock(Clock):
 def clock_of(device: torch.device, ahead: Call = lambda: None) -> Clock:
     """The clock of a device."""
     return DeviceClock(device, ahead) if device.type == "cuda" else HostClock(ahead)
+
+
+def own_device() -> torch.device:
+    """The device of this process: its GPU, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def greatest(values: Sequence[float], device: torch.device) -> list[float]:
+    """For each number, its largest value over all ranks, if this process is one of several."""
+    every = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    result: list[float] = every.tolist()
+    return result
 
 
 def by_turns(calls: Mapping[str, Call], rounds: int, clock: Clock) -> dict[str, list[float]]:
