@@ -6,14 +6,12 @@ have killed by then runs the rest too. So a survivor has run everything that `ch
 costs little.
 """
 
-import concurrent.futures
 import dataclasses
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from properties.books import Book, book_of
 from properties.words.example import Example
@@ -29,6 +27,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 from verify.zoo.animals import Animal, right_of
+from verify.zoo.crew import Crew
 from verify.zoo.incidents import INCIDENTS
 
 PROFILE = PROFILES["quick"]
@@ -140,7 +139,7 @@ class Herd:
         return self.fates[0].book
 
 
-class Hunt:
+class Hunt(Crew):
     """A hunt: some animals against some laws; without `laws`, against all laws of their books.
 
     `fates` has the results so far. `alarms` are the lines of cases that rejected right code; these cases count as no kill. With
@@ -161,12 +160,9 @@ class Hunt:
     ) -> None:
         self.seed, self.on_case, self.until, self.runs = seed, on_case, until, 0
         self.alarms: list[str] = []
-        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))]
+        super().__init__([Worker(deadline_s) for _ in range(max(1, workers))])
         self.started, self.ended = time.monotonic(), 0.0
         self.fates = [self._fate(animal, set(laws) if laws is not None else None) for animal in animals]
-        self._free = list(self.workers)
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
 
     @staticmethod
     def _fate(animal: Animal, laws: set[str] | None) -> Fate:
@@ -177,7 +173,7 @@ class Hunt:
             cell.reason = book.laws[name].needs(domain) or ""
         return fate
 
-    def __enter__(self) -> "Hunt":
+    def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="gdn-verify-zoo-")
         self._store = Store(self._folder.name)  # a temporary store, because failures of animals are no findings
         return self
@@ -185,12 +181,6 @@ class Hunt:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self._folder.cleanup()
-
-    def stop(self) -> None:
-        """End every worker and start nothing new. Safe to call from any thread."""
-        self._stopped.set()
-        for worker in self.workers:
-            worker.close()
 
     @property
     def wall_s(self) -> float:
@@ -234,29 +224,6 @@ class Hunt:
         if fate.cells[herd.law].killed_at is not None or fate.lost >= LOST:
             return False
         return self.until is None or len(fate.killers) < self.until
-
-    def _run_all(self, items: Sequence[Any], work: Callable[[Any, Worker], None]) -> None:
-        """Call `work(item, worker)` for every item, in their order, on all workers at once."""
-
-        def one(item: Any) -> None:
-            with self._lock:
-                worker = self._free.pop()
-            try:
-                if not self._stopped.is_set():
-                    work(item, worker)
-            finally:
-                with self._lock:
-                    self._free.append(worker)
-
-        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
-        futures = [pool.submit(one, item) for item in items]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        finally:
-            if not all(future.done() for future in futures):
-                self.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
 
     def _ask(self, herd: Herd, worker: Worker, more: str, share: slice, fates: Sequence[Fate]) -> None:
         """Run a share of a law's cases. Each case is run on every living animal in turn, so that they share its tolerances."""

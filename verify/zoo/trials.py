@@ -1,13 +1,11 @@
 """Trials: which wrong implementations of the zoo a test suite accepts."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import pathlib
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from verify.execution.judging import adapter_of
 from verify.process.worker import Worker, WorkerLost
 from verify.zoo.animals import Animal
 from verify.zoo.base import Chunkwise
+from verify.zoo.crew import Crew
 from verify.zoo.published_suites import SUITES
 from verify.zoo.suite import OPERATION, SPEC, Suite, call
 
@@ -157,7 +156,7 @@ class Trial:
         return dataclasses.asdict(self) | {"killed": self.killed, "seconds": round(self.seconds, 3)}
 
 
-class Trials:
+class Trials(Crew):
     """Suites tried on animals, each suite in one worker. `trials` has the results so far; `on_case` is called as in a Hunt."""
 
     def __init__(
@@ -172,45 +171,20 @@ class Trials:
         self.on_case = on_case
         self.animals = [animal for animal in animals if is_eligible(animal)]
         self.trials = [Trial(spec, " ".join((type(load(spec)).__doc__ or "").split())) for spec in specs]
-        self.workers = [Worker(deadline_s, serves="verify.zoo.trials:answer") for _ in range(max(1, min(workers, len(specs))))]
-        self._free, self._lock, self._stopped = list(self.workers), threading.Lock(), threading.Event()
-
-    def __enter__(self) -> "Trials":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End every worker and start nothing new. Safe to call from any thread."""
-        self._stopped.set()
-        for worker in self.workers:
-            worker.close()
+        count = max(1, min(workers, len(specs)))
+        super().__init__([Worker(deadline_s, serves="verify.zoo.trials:answer") for _ in range(count)])
 
     def run(self) -> list[Trial]:
         """Run the trials. They are returned in the order of the suites."""
-        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
-        futures = [pool.submit(self._one, trial) for trial in self.trials]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        finally:
-            if not all(future.done() for future in futures):
-                self.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._run_all(self.trials, self._one)
         return self.trials
 
-    def _one(self, trial: Trial) -> None:
-        with self._lock:
-            worker = self._free.pop()
+    def _one(self, trial: Trial, worker: Worker) -> None:
         try:
             self._try(trial, worker)
         except WorkerLost as lost:
             if not self._stopped.is_set():
                 trial.error = f"{lost.how}: {lost.detail}"
-        finally:
-            with self._lock:
-                self._free.append(worker)
 
     def _try(self, trial: Trial, worker: Worker) -> None:
         start = time.monotonic()
