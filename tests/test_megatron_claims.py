@@ -20,6 +20,7 @@ from oracles.flops import training_flops
 from oracles.layer import Layer
 from properties.paths.case import ParallelCase
 from tests.downloads import OPTION, folder_of_megatron, lacking_megatron
+from tests.together import for_each
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import LIBRARY, MegatronLayer
 from verify.adapters.megatron_norm import MegatronNormInKernel
@@ -65,7 +66,7 @@ def choices(version: str, adapter: str) -> Answer:
 # Verdicts
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outcomes", "verdict", "words"),
     [
         ([HELD, dataclasses.replace(HELD, ratios={"y": 0.5})], RIGHT, "largest error 0.500 of what rounding allows, 2 cases"),
@@ -87,7 +88,7 @@ def test_no_lines_decide_nothing() -> None:
     assert claims.judged([], []) == Judged(UNDECIDED, "0 of 0 cases were run", "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ratio", "verdict"),
     [
         (Spread(1.3, 1.2, 1.4, 9), RIGHT),
@@ -238,7 +239,7 @@ def test_qwen3_next_keeps_31_and_a_half_mib_less_at_4096_tokens() -> None:
     assert claims.memory_row(kept(2**26), kept(2**26 - 63 * 2**19), case, "again").verdict == RIGHT
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "after_ms", "verdict", "lacking"),
     [("cpu", 1.0, UNDECIDED, True), ("cuda", 1.0, RIGHT, False), ("cuda", 1.9, WRONG, False), ("cuda", 3.0, WRONG, False)],
 )
@@ -283,7 +284,7 @@ def test_a_process_that_cannot_answer_is_a_row_with_its_reason(monkeypatch: pyte
 ROW = Ruling(1989, "one", verdict=RIGHT, repeat="gdn-verify repeat x")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rows", "code"),
     [
         ([ROW], exits.HOLDS),

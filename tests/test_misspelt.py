@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from properties.books import BOOKS, Book
+from tests.together import for_each
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 
@@ -78,7 +79,7 @@ def test_what_an_author_adds_for_the_kernel_is_not_refused(body: str, tmp_path: 
     loaded(tmp_path, body)
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+@for_each("book", BOOKS)
 def test_a_misspelt_field_of_a_domain_is_refused_with_the_nearest(book: Book) -> None:
     with pytest.raises(
         TypeError, match=rf"{book.domain.__name__} has no field 'operatoin' \(did you mean operation\?\); there are "

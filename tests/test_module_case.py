@@ -18,6 +18,7 @@ from oracles.operation import DTYPES, Inputs
 from oracles.tolerance.bound import truth
 from properties.modules.case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
 from properties.modules.domain import ModuleDomain, module_cases
+from tests.together import for_each
 
 KNOWN = (
     (
@@ -89,7 +90,7 @@ def fingerprint(case: ModuleCase) -> str:
 # Bits
 
 
-@pytest.mark.parametrize(("line", "known"), KNOWN, ids=range(len(KNOWN)))
+@for_each(("line", "known"), KNOWN)
 def test_line_makes_the_known_bits(line: str, known: str) -> None:
     case = ModuleCase.parse(line)
     assert str(case) == line
@@ -165,7 +166,7 @@ def carried(operation: str, **fields: Any) -> dict[str, Tensor]:
     return {name: inputs[name].double() for name in CARRIED[operation]}
 
 
-@pytest.mark.parametrize("operation", MODULES)
+@for_each("operation", MODULES)
 def test_regimes_are_what_they_say(operation: str) -> None:
     ordinary = carried(operation)
     for name, x in ordinary.items():
@@ -356,7 +357,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), LINES)
+@for_each(("line", "says"), LINES)
 def test_an_illegal_line_is_refused_by_word_value_and_rule(line: str, says: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(says)) as refusal:
         ModuleCase.parse(line)

@@ -24,6 +24,7 @@ from properties.words.domain import VIEWS
 from properties.words.example import Example
 from tests import right_modules
 from tests.kills import Fewer, Kill, assert_killed_alone, rows
+from tests.together import for_each
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.loader import load
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
@@ -193,7 +194,7 @@ def test_cases_reach_what_finds_defects() -> None:
 # Domains and lines
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("domain", "line", "reason"),
     [
         (ModuleDomain("l2norm"), "lengths=5 op=gdn_gate", "op=gdn_gate is not l2norm"),
@@ -244,7 +245,7 @@ def test_case_outside_a_domain_is_told_why(domain: ModuleDomain, line: str, reas
     assert ModuleDomain(ModuleCase.parse(line).operation).outside(ModuleCase.parse(line)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "message"),
     [
         ({"operation": "kda"}, "operation must be one of causal_conv1d, .* got 'kda'"),
@@ -267,7 +268,7 @@ def test_wrong_domain_is_refused_by_name_value_and_rule(fields: dict[str, Any], 
         ModuleDomain(**fields)
 
 
-@pytest.mark.parametrize("name", DOMAINS)
+@for_each("name", DOMAINS)
 def test_domain_survives_json(name: str) -> None:
     domain, _ = DOMAINS[name]
     assert ModuleDomain.from_json(json.loads(json.dumps(domain.to_json()))) == domain
@@ -326,7 +327,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("what", REFUSED)
 def test_law_refuses_what_it_cannot_be_asked_in_one_line(what: str) -> None:
     law, line, at, variant, message = REFUSED[what]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the text is compared below
@@ -639,7 +640,7 @@ def test_heads_of_a_norm_shrink_and_its_eps() -> None:
     assert str(shrunk.example.case) == "lengths=0 op=gated_rms_norm heads=3 width=1 weight=no backward=no"
 
 
-@pytest.mark.parametrize(("operation", "name"), [(operation, name) for operation in OF_MODULES for name in OF_MODULES[operation]])
+@for_each(("operation", "name"), [(operation, name) for operation in OF_MODULES for name in OF_MODULES[operation]])
 def test_our_contract_refuses_what_implementations_are_asked_about(operation: str, name: str) -> None:
     domain = ModuleDomain(operation)
     call = MODULE_INPUTS.call(name, domain)

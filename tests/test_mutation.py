@@ -13,6 +13,7 @@ import pytest
 
 from tests.alone import told
 from tests.needs import need
+from tests.together import for_each
 from verify.execution.line import Run
 from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
@@ -118,7 +119,7 @@ def test_edits_are_python_that_differs_and_none_is_made_twice() -> None:
     assert {edit.operator for edit in toy_edits} <= set(OPERATORS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "operator"),
     [(8, "constant"), (9, "sign"), (14, "operands"), (21, "cast"), (11, "axis"), (20, "constant")],
 )

@@ -19,6 +19,7 @@ from properties.rules.laws import LAWS
 from properties.words.example import Example
 from tests import right_norms
 from tests.right_norms import RIGHT, AsTold, AsToldPool, LargeEpsPool, TinyEps
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.engine import explaining
 from verify.engine.asking import Described
@@ -126,7 +127,7 @@ def test_what_is_drawn() -> None:
             assert TinyEps.domain.outside(example.case) is None, (law.name, example)
 
 
-@pytest.mark.parametrize("words", list(itertools.product(("1e-6", "1e-12", "1e-5"), ("inside", "max"))))
+@for_each("words", list(itertools.product(("1e-6", "1e-12", "1e-5"), ("inside", "max"))))
 def test_small_rows_are_near_the_length_where_eps_matters(words: tuple[str, str]) -> None:
     eps, form = words
     case = Case((50,), key_dim=24, values="small", qk_norm=True, qk_norm_eps=eps, qk_norm_form=form)
@@ -144,7 +145,7 @@ def test_lines_of_earlier_versions_mean_the_same() -> None:
     assert (case.qk_norm_eps, case.qk_norm_form) == ("1e-6", "inside")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "message"),
     [
         ("qk_norm_eps=1e-12", "qk_norm_eps=1e-12 qk_norm_form=inside needs qk_norm=yes"),
@@ -179,7 +180,7 @@ def test_what_is_outside() -> None:
     assert TinyEps.domain.outside(case) == "qk_norm_form=max is not among inside"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("domain", "needs", "smallest"),
     [
         (SEVERAL, lambda case: True, "lengths=0 key_dim=1 value_dim=1 backward=no"),

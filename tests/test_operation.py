@@ -37,6 +37,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.words.domain import VIEWS
+from tests.together import for_each
 
 TENSORS = ("q", "k", "v", "g", "beta", "state")
 BATCH = Case.parse("lengths=5+5 heads=2 value_heads=4 key_dim=8 value_dim=12 state=random")
@@ -65,7 +66,7 @@ def test_every_drawn_case_is_legal_in_any_strides(operation: str, case: Case, ho
         contract.check(broken)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@for_each("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_any_floating_point_is_legal_and_each_tensor_may_have_its_own(dtype: torch.dtype) -> None:
     for name in TENSORS:
         inputs = BATCH.inputs()
@@ -248,7 +249,7 @@ def test_what_is_none_is_nobodys_input() -> None:
     DELTA_RULE.check(without("g")(of("delta_rule", BATCH).inputs()))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operation", "arguments", "message"),
     [
         (L2NORM, {"x": torch.ones(1, 2, 1, 3), "cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens is no input of l2norm"),
@@ -272,7 +273,7 @@ def test_what_is_no_inputs_is_refused() -> None:
         GATED_DELTA_RULE.check(dict(BATCH.inputs()))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scale", [None, 0, -2, 0.5, 1e-30])
+@for_each("scale", [None, 0, -2, 0.5, 1e-30])
 def test_any_finite_scale_is_legal(scale: float | None) -> None:
     GATED_DELTA_RULE.check(BATCH.inputs().replaced(scale=scale))
     with pytest.raises(ValueError, match=r"^scale must be None or a finite number, got -inf$"):
@@ -407,7 +408,7 @@ def test_an_index_has_a_size_and_no_gradient() -> None:
     assert TOY.sizes(toy(state=None)) == {"B": 2, "T": 3, "D": 4, "N": 2}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "message"),
     [
         ({"slots": torch.tensor([5.0, 6.0])}, "slots must be int32 or int64, got torch.float32"),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oracles.rule import decay
 from tests.judging import relative
+from tests.together import for_each
 
 # Products that decay
 
@@ -79,7 +80,7 @@ def test_wrong_decays_of_halves_are_rejected(
     assert worst_product(16, 3, 1, strongest) > 1e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64])
+@for_each("tokens", [1, 2, 4, 16, 64])
 def test_squares_and_diagonal_cover_the_lower_triangle_once(tokens: int) -> None:
     tags = torch.arange(tokens**2).reshape(tokens, tokens)
     seen = tags.diagonal().tolist()

@@ -15,6 +15,7 @@ from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import EPS, NORM_FORMS, Normalised, l2norm
 from oracles.rule.gated_delta import repeat_heads
 from tests.oracle_forms import floored, mean_eps
+from tests.together import for_each
 
 # The norm and the heads
 
@@ -105,7 +106,7 @@ def gradient_cases(eps: float, form: str) -> Iterator[tuple[Tensor, Tensor]]:
             yield x / x.norm() * length * root, dy
 
 
-@pytest.mark.parametrize(("eps", "form"), FORMS)
+@for_each(("eps", "form"), FORMS)
 def test_gradient_of_every_form_is_that_of_autograd_and_of_differences(eps: float, form: str) -> None:
     torch_form = {
         "inside": lambda x: x / (x.square().sum(-1, keepdim=True) + eps).sqrt(),

@@ -44,6 +44,7 @@ from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import WIDTHS
 from tests.alone import answered
+from tests.together import for_each
 from verify.adapters import loader
 from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.compile_plan import on_gpu
@@ -145,7 +146,7 @@ BEFORE_ALL = {
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
 
-@pytest.mark.parametrize(("law", "seed"), BEFORE)
+@for_each(("law", "seed"), BEFORE)
 def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, seed: int) -> None:
     assert text(plainly(LAWS[law].draw(Domain()), 1000 * seed, 1)) == BEFORE[law, seed] + "\n"
 
@@ -228,7 +229,7 @@ def test_what_is_given_stays_as_given_with_a_reach(case: Case) -> None:
     assert case.tokens <= 256
 
 
-@pytest.mark.parametrize("reach", [0, -1, 257, 2.0, "16"])
+@for_each("reach", [0, -1, 257, 2.0, "16"])
 def test_reach_that_is_none_is_refused(reach: Any) -> None:
     with pytest.raises(ValueError, match=f"^reach must be in 1..256, got {reach!r}$"):
         Drawing(reach=reach)
@@ -238,7 +239,7 @@ def test_reach_that_is_none_is_refused(reach: Any) -> None:
 # Keys
 
 
-@pytest.mark.parametrize("kind", [Case, ModuleCase, PoolCase, LayerCase])
+@for_each("kind", [Case, ModuleCase, PoolCase, LayerCase])
 def test_keys_are_words_of_the_case(kind: Any) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
     assert set(kind.KEYS) <= fields
@@ -250,7 +251,7 @@ FULL = Case((65, 3), packed=True, heads=2, value_heads=4, key_dim=32, in_kernel=
 CONV = ModuleCase((48, 17), "causal_conv1d", packed=True, width=24, state="random")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "same"),
     [
         (FULL, {"lengths": (1, 700, 0)}),
@@ -272,7 +273,7 @@ def test_what_no_kernel_is_compiled_for_is_in_no_key(case: Any, same: dict[str, 
     assert key_of(dataclasses.replace(case, **same)) == key_of(case)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "other"),
     [
         *((FULL, other) for other in ({"heads": 4}, {"value_heads": 8}, {"key_dim": 33}, {"value_dim": 17}, {"dtype": "bf16"})),
@@ -592,7 +593,7 @@ def test_regimes_of_an_example_stay_where_the_key_has_them() -> None:
     assert plain == Example(Case((7,), beta="edges")), "words that say nothing go"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "message"),
     [
         (lambda: draw_palette(EVERY, 0, 0), "size must be at least 1, got 0"),

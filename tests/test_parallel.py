@@ -26,6 +26,7 @@ from tests.parallel_checks import (
     packings,
     same,
 )
+from tests.together import for_each
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -219,7 +220,7 @@ WRONG: dict[str, tuple[Implementation, str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@for_each("wrong", WRONG)
 def test_wrong_implementation_is_rejected(wrong: str) -> None:
     way, check = WRONG[wrong]
     assert broken(check, RIGHT, TELLING) == []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oracles import parallel
 from oracles.parallel import Layout, Network, join, local_cu_seqlens, pad, padded_lengths, shard, unpad
+from tests.together import for_each
 
 # What is refused
 
@@ -205,7 +206,7 @@ REFUSED: dict[str, Refusal] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("what", REFUSED)
 def test_illegal_argument_is_refused_with_value_and_rule(what: str) -> None:
     call, message = REFUSED[what]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -233,8 +234,8 @@ WRONG_SHARDS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_SHARDS)
-@pytest.mark.parametrize("move", MOVES)
+@for_each("wrong", WRONG_SHARDS)
+@for_each("move", MOVES)
 def test_shards_that_disagree_are_refused(move: str, wrong: str) -> None:
     call, legal, due = MOVES[move]
     change, message = WRONG_SHARDS[wrong]
@@ -245,8 +246,8 @@ def test_shards_that_disagree_are_refused(move: str, wrong: str) -> None:
     assert str(refusal.value).startswith(message.format(due=due))
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize(
+@for_each("move", MOVES)
+@for_each(
     ("sections", "message"),
     [
         ([4, 4], "shards must be "),
@@ -264,8 +265,8 @@ def test_sections_that_disagree_are_refused(move: str, sections: Any, message: s
         call(legal, packing, sections, Network())
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@for_each("move", MOVES)
+@for_each("ranks", [0, 1, 3])
 def test_a_wrong_number_of_ranks_is_refused(move: str, ranks: int) -> None:
     call, legal, _ = MOVES[move]
     fused = move.endswith("fused")
@@ -281,7 +282,7 @@ def test_a_wrong_number_of_ranks_is_refused(move: str, ranks: int) -> None:
         assert str(refusal.value).startswith(rules.get(ranks, "lengths must be multiples of 2 * cp = 6, got 8 in place 0"))
 
 
-@pytest.mark.parametrize("move", MOVES)
+@for_each("move", MOVES)
 def test_tokens_that_disagree_with_the_shards_are_refused(move: str) -> None:
     call, legal, _ = MOVES[move]
     fused = move.endswith("fused")
@@ -289,8 +290,8 @@ def test_tokens_that_disagree_with_the_shards_are_refused(move: str) -> None:
         call(legal, parallel.zigzag([12], 2) if fused else [4, 8], [4, 2], Network())
 
 
-@pytest.mark.parametrize("move", ["cp_to_hp_fused", "hp_to_cp_fused"])
-@pytest.mark.parametrize(
+@for_each("move", ["cp_to_hp_fused", "hp_to_cp_fused"])
+@for_each(
     ("layout", "message"),
     [
         ((torch.arange(3), torch.arange(3, 8)), r"layout must give every rank as many tokens, got \[3, 5\]"),
@@ -304,8 +305,8 @@ def test_a_layout_that_shares_out_unevenly_is_refused(move: str, layout: Layout,
         call(legal, layout, [4, 2], Network())
 
 
-@pytest.mark.parametrize("move", ["cp_to_hp_per_sequence", "hp_to_cp_per_sequence"])
-@pytest.mark.parametrize(
+@for_each("move", ["cp_to_hp_per_sequence", "hp_to_cp_per_sequence"])
+@for_each(
     ("lengths", "message"),
     [
         ([2, 6], r"lengths must be multiples of 2 \* cp = 4, got 2 in place 0"),
@@ -320,7 +321,7 @@ def test_lengths_that_cannot_be_cut_are_refused(move: str, lengths: Any, message
         call(legal, lengths, [4, 2], Network())
 
 
-@pytest.mark.parametrize(("move", "sections"), [(move, [4] if move.startswith("cp") else [16]) for move in MOVES])
+@for_each(("move", "sections"), [(move, [4] if move.startswith("cp") else [16]) for move in MOVES])
 def test_a_vector_is_not_taken_for_tokens_and_features_at_once(move: str, sections: list[int]) -> None:
     call = MOVES[move][0]
     packing, size = (TWO if move.endswith("fused") else [8]), 4 if move.startswith("cp") else 8

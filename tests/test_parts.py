@@ -22,6 +22,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from tests.over_bounds import answered
+from tests.together import for_each
 from verify.bench.places import where
 from verify.execution.judge import judge
 from verify.zoo.base import Chunkwise
@@ -91,8 +92,8 @@ class TakesTheNextSequence(TakesTheNext):
         return Part(tuple((row + 1) % len(self.lengths) for row in part.sequences), part.groups)
 
 
-@pytest.mark.parametrize("wrong", [TakesTheNext, TakesTheNextSequence])
-@pytest.mark.parametrize("words", ["lengths=4+4+4 packed=yes", "lengths=4+4"])
+@for_each("wrong", [TakesTheNext, TakesTheNextSequence])
+@for_each("words", ["lengths=4+4+4 packed=yes", "lengths=4+4"])
 def test_a_part_with_anothers_rows_is_seen(wrong: type[Cut], words: str) -> None:
     case = Case.parse(f"{words} heads=3 value_heads=6 key_dim=4 value_dim=4 state=random")
     inputs = case.inputs()

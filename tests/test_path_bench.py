@@ -15,6 +15,7 @@ from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
 from properties.paths.laws import PATH_LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
+from tests.together import for_each
 from verify.adapters.base import PathAdapter
 from verify.bench.path_bench import RankBench
 from verify.engine.asking import Described
@@ -252,7 +253,7 @@ def test_a_domain_comes_back_from_its_data() -> None:
     assert PathDomain.from_json(domain.to_json()) == domain
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "line", "reason"),
     [
         ({"ranks": 2, "exchange_ranks": 2}, "cp=4 heads=4 value_heads=4 lengths=8", "tp=1 cp=4 needs 4 ranks, there are 2"),

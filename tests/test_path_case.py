@@ -13,6 +13,7 @@ from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES
 from properties.paths.case import ParallelCase
 from tests.test_rule_case import mixed
+from tests.together import for_each
 
 STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of the lines' format, as the defaults are
 
@@ -91,7 +92,7 @@ def test_tagged_numbers_are_distinct_and_exact() -> None:
         ParallelCase((4,)).tagged((2, 2**23 + 1))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "says"),
     [
         ("", "a case line must have lengths"),

@@ -15,6 +15,7 @@ from oracles.tolerance.bound import truth
 from tests.judging import Implementation, Results
 from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, named, telling
 from tests.pointwise_readings import WRONG
+from tests.together import for_each
 
 # The pointwise operations are their formulas
 
@@ -121,7 +122,7 @@ def test_norm_of_the_delta_rule_is_the_l2norm_operation_to_the_bit() -> None:
     assert not agree({"y": y[0].detach(), "dx": dx[0]}, truth(L2NORM, inputs.replaced(eps=2 * EPS), directions), exactly=True)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
     neutral = {"bias": torch.zeros, "dt_bias": torch.zeros, "weight": torch.ones, "state": torch.zeros}
     checked = 0
@@ -138,7 +139,7 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
     assert checked == {"causal_conv1d": 2, "norm_gate_linear": 2, "l2norm": 0}.get(name, 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options"),
     [
         ("causal_conv1d", {"activation": None}),

@@ -15,11 +15,12 @@ from oracles.tolerance.bound import truth
 from tests import wrong_backward
 from tests.judging import gradcheck, remainders, taylor_order
 from tests.pointwise_calls import EXACT, OPERATIONS, drawn, telling
+from tests.together import for_each
 
 # Gradients
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_taylor_remainders_of_the_truth_are_of_second_order(name: str) -> None:
     inputs, directions = telling(name, torch.float64)
     right, found = truth(OPERATIONS[name], inputs, directions), remainders(OPERATIONS[name], inputs, directions)
@@ -29,7 +30,7 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(name: str) -> None:
         assert taylor_order(found, wrong) < 1.5, gradient
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_gradcheck_accepts_every_input(name: str) -> None:
     inputs, _ = drawn(name, 1 if name == "causal_conv1d" else 0, torch.float64)
     assert gradcheck(OPERATIONS[name], inputs)

@@ -31,6 +31,7 @@ from properties.rules.domain import Domain
 from properties.words.example import Example
 from tests import right
 from tests.kills import Fewer, Kill, assert_killed_alone, rows, unexplained
+from tests.together import for_each
 from verify.adapters import blocks, fla_decode
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
@@ -172,7 +173,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@for_each("line", REFUSED)
 def test_illegal_case_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[line]):
         PoolCase.parse(line)
@@ -272,7 +273,7 @@ def test_bounds_of_a_pool_with_nan_are_finite_where_requests_are() -> None:
         assert bool(x[~named].isnan().all())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "message"),
     [
         ({"has_initial_state": torch.tensor([1, 0, 0, 1, 0, 2])}, "has_initial_state must be 0 or 1 for each of N = 6 requests"),
@@ -330,7 +331,7 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
     assert PoolDomain.from_json(json.loads(json.dumps(domain.to_json()))) == domain
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("domain", "line", "reason"),
     [
         (STEPS, "lengths=2", "lengths=2: more than 1 tokens a request are not supported"),
@@ -351,7 +352,7 @@ def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, reason
     assert PoolDomain(blocks=BLOCK_SIZES).outside(PoolCase.parse(line)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "message"),
     [
         ({"operation": "conv"}, "operation must be decode, got 'conv'"),
@@ -558,7 +559,7 @@ class Told(base.Serving):
         return (limit["o"].value + self.share * (1 if x.block_v == 64 else -1) * away).float(), x.pool
 
 
-@pytest.mark.parametrize(("share", "seen"), [(0.45, set()), (0.55, {"blocks"}), (0.95, {"blocks"}), (1.05, {"blocks", "oracle"})])
+@for_each(("share", "seen"), [(0.45, set()), (0.55, {"blocks"}), (0.95, {"blocks"}), (1.05, {"blocks", "oracle"})])
 def test_two_sizes_of_blocks_differ_by_a_bound_at_most(share: float, seen: set[str]) -> None:
     case = PoolCase((2, 1), packed=True, value_dim=24, state="random", gate="10", values="correlated")
     adapter = Told()
@@ -586,8 +587,8 @@ class Kernel:
         return lambda **arguments: self.given.append(arguments)
 
 
-@pytest.mark.parametrize("size", BLOCK_SIZES)
-@pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
+@for_each("size", BLOCK_SIZES)
+@for_each("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
 def test_launcher_changes_the_block_and_covers_every_channel_once(size: int, width: int) -> None:
     kernel, wrappers = Kernel(), min(8, 1 << (width - 1).bit_length())
     launcher = blocks.Launcher(kernel, size)

@@ -16,10 +16,11 @@ from oracles.operation import DTYPES
 from properties.laws.common import banded, view
 from properties.rules.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
 from properties.rules.domain import Domain
+from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.words.domain import VIEWS
 from properties.words.example import Example
-from properties.words.lengths import BLOCKS, EDGES, cases, lengths
+from properties.words.lengths import BLOCKS, EDGES, lengths
 
 DOMAINS = {
     "everything": Domain(),

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.commands import Command
 from tests.processes import alive, gone, opened
+from tests.together import for_each
 from verify.execution.service import answer
 from verify.process.messages import Describe, Join, Question
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
@@ -572,7 +573,7 @@ def merged(*answers: dict[str, Any], waited: str = "") -> Outcome:
     return Outcome.from_json(merge(dict(enumerate(answers)), waited))
 
 
-@pytest.mark.parametrize("verdict", [Verdict.HOLDS, Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
+@for_each("verdict", [Verdict.HOLDS, Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
 def test_what_all_ranks_decide_alike_is_decided(verdict: Verdict) -> None:
     one = outcome(verdict, "why")
     got = merged(one, one, one)
@@ -590,7 +591,7 @@ def test_what_ranks_decide_differently_is_unknown(verdict: Verdict) -> None:
     assert (got.verdict, got.reason) == (Verdict.UNKNOWN, f"ranks disagree: ranks 0, 2: holds; rank 1: {verdict}: why")
 
 
-@pytest.mark.parametrize("other", [HOLDS, outcome(Verdict.UNKNOWN, "why"), outcome(Verdict.UNSUPPORTED), {"error": "why"}])
+@for_each("other", [HOLDS, outcome(Verdict.UNKNOWN, "why"), outcome(Verdict.UNSUPPORTED), {"error": "why"}])
 def test_finding_of_one_rank_breaks_the_law_whatever_the_others_say(other: dict[str, Any]) -> None:
     got = merged(other, OFF)
     assert got.verdict is Verdict.BROKEN
@@ -622,7 +623,7 @@ def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
     assert merged(HOLDS, {"error": "no file"}).reason == "ranks disagree: rank 0: holds; rank 1: unknown: no file"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("answers", "parted"),
     [
         ([HOLDS, HOLDS], False),
@@ -638,7 +639,7 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
     assert have_parted(answers) is parted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrote", "description"),
     [
         ("no stack", "at an unknown place"),

@@ -18,6 +18,7 @@ from properties.rules.case import Case
 from properties.traces.case import TraceCase
 from tests import reach_adapters as adapters
 from tests import reach_library as library
+from tests.together import for_each
 from verify.adapters import loader
 from verify.adapters.base import Adapter
 from verify.adapters.registry import AdapterError
@@ -118,7 +119,7 @@ def test_an_api_that_names_nothing_is_told_and_is_no_fault_of_the_implementation
     assert api in reach_report.not_looked_at(reach, {})[0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "wrong"),
     [("api", "gate"), ("api", 3), ("omits", ["fast"]), ("omits", {"fast": ""}), ("omits", {"fast": 1})],
 )

@@ -17,6 +17,7 @@ from oracles.arithmetic import grids, rounding, words
 from oracles.arithmetic.rounding import BITS, FP16_STEP, Arithmetic
 from oracles.operation import DTYPES
 from tests.roundings import arithmetic, numbers
+from tests.together import for_each
 
 ROWS = 4096
 
@@ -72,7 +73,7 @@ def test_first_run_is_untouched_to_the_bit(dtype: str) -> None:
         assert all(not torch.equal(got[run], x[run]) for run in range(1, 9))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24), ("tf32", 10)])
+@for_each(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24), ("tf32", 10)])
 def test_errors_are_unbiased_and_of_the_size_of_a_rounding(dtype: str, bits: int) -> None:
     x = numbers(9, 1, ROWS, 8)
     error = (arithmetic("fp32").dither(x, f"place {dtype}", bits) - x) / x / 2.0**-bits
@@ -232,8 +233,8 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
 
 
 @pytest.mark.usefixtures("plain_grid")
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24)])
-@pytest.mark.parametrize("bits", [8, 10, 11, 20, 21])
+@for_each(("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24)])
+@for_each("bits", [8, 10, 11, 20, 21])
 def test_clearing_bits_rounds_as_splitting_does(bits: int, dtype: torch.dtype, digits: int) -> None:
     x = numbers(2, 64, 64)[1].to(dtype)
     high = (2.0 ** (digits - bits) + 1.0) * x  # Veltkamp's splitting: round to nearest (Dekker 1971)
@@ -245,8 +246,8 @@ def test_clearing_bits_rounds_as_splitting_does(bits: int, dtype: torch.dtype, d
     assert tie.double().mean() < 0.2
 
 
-@pytest.mark.parametrize("bits", [8, 11, 21])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@for_each("bits", [8, 11, 21])
+@for_each("dtype", [torch.float64, torch.float32])
 def test_several_places_at_once_round_as_each_by_itself(dtype: torch.dtype, bits: int) -> None:
     for rule in (arithmetic("fp16", 5), dataclasses.replace(arithmetic("fp16", 4), first=1)):
         x = numbers(rule.runs, 3, 2, 8, 12).to(dtype)

@@ -25,6 +25,7 @@ from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.rules.numbers import MEMORIES, SATURATED, _Builder, _integers, _Recipe, drawn
 from properties.words.line import MAX_HEADS, MAX_SEQUENCES, MAX_TOKENS, MAX_WIDTH
+from tests.together import for_each
 
 KNOWN = (
     (
@@ -108,7 +109,7 @@ def fingerprint(case: Case, device: str | None = None) -> str:
 # Bits
 
 
-@pytest.mark.parametrize(("line", "known"), KNOWN)
+@for_each(("line", "known"), KNOWN)
 def test_line_makes_the_known_bits(line: str, known: str) -> None:
     case = Case.parse(line)
     assert fingerprint(case) == known
@@ -237,9 +238,9 @@ def test_entries_equal_their_definition_in_python_integers() -> None:
             assert float(inputs.beta[0, token, head]) == min(abs(integer("beta", row, 9)), 255) / 256
 
 
-@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("seed", [11, 12])
+@for_each("operation", ["gated_delta_rule", "kda"])
+@for_each("gate", GATES)
+@for_each("seed", [11, 12])
 def test_gates_of_heads_and_of_channels_equal_their_definition_in_python_integers(operation: str, gate: str, seed: int) -> None:
     case = Case.parse(f"op={operation} lengths=3+2 packed=yes heads=2 value_heads=2 key_dim=5 gate={gate} seed={seed}")
     names, channels = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice"), 5 if operation == "kda" else 1
@@ -259,9 +260,9 @@ def test_gates_of_heads_and_of_channels_equal_their_definition_in_python_integer
     assert g.flatten().tolist() == [log_decay(position) for position in range(5 * 2 * channels)]
 
 
-@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
-@pytest.mark.parametrize(("gate", "beta"), [*((gate, "ordinary") for gate in GATES), *(("64", beta) for beta in BETAS)])
-@pytest.mark.parametrize("seed", [11, 12])
+@for_each("operation", ["gated_delta_rule", "kda"])
+@for_each(("gate", "beta"), [*((gate, "ordinary") for gate in GATES), *(("64", beta) for beta in BETAS)])
+@for_each("seed", [11, 12])
 def test_what_kernels_make_gates_and_betas_of_equals_its_definition(operation: str, gate: str, beta: str, seed: int) -> None:
     words = f"heads=2 value_heads=2 key_dim=5 dtype=bf16 gate={gate} beta={beta} in_kernel=both seed={seed}"
     case, channels = Case.parse(f"op={operation} lengths=3+2 packed=yes {words}"), 5 if operation == "kda" else 1
@@ -378,7 +379,7 @@ def test_another_round_and_another_copy_would_be_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize(("line", "known"), KNOWN)
+@for_each(("line", "known"), KNOWN)
 def test_gpu_makes_the_known_bits_and_nobody_waits_for_it(line: str, known: str) -> None:
     case, mode = Case.parse(line), torch.cuda.get_sync_debug_mode()
     case.inputs("cuda")  # a first use of the device may wait
@@ -424,8 +425,8 @@ def exact(build: _Builder, recipe: _Recipe) -> Tensor:
     return recipe.tensor(*_integers([(build, draw) for draw in recipe.draws]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values", [kind for kind in VALUES if kind != "one_hot"])
+@for_each("dtype", DTYPES)
+@for_each("values", [kind for kind in VALUES if kind != "one_hot"])
 def test_every_number_is_exact_in_its_dtype(dtype: str, values: str) -> None:
     case = Case.parse(f"lengths=80 heads=2 value_heads=4 key_dim=40 dtype={dtype} values={values} gate=10 state=random seed=3")
     build, inputs = builder(case), case.inputs()
@@ -476,7 +477,7 @@ def test_keys_of_one_channel_are_a_quarter_to_one_too_or_zero() -> None:
     assert (keys > 0.5).double().mean() > 0.98
 
 
-@pytest.mark.parametrize(("gate", "memory"), [("1000", 1000.0), ("64", 64.0), ("10", 10.0), ("tenth", 0.1)])
+@for_each(("gate", "memory"), [("1000", 1000.0), ("64", 64.0), ("10", 10.0), ("tenth", 0.1)])
 def test_gate_has_the_memory_it_names(gate: str, memory: float) -> None:
     g = Case.parse(f"lengths=4096 value_heads=2 gate={gate} seed=5").inputs().g.double()
     width = MEMORIES[gate]
@@ -528,7 +529,7 @@ def test_gates_of_channels_are_uncorrelated() -> None:
     assert correlation(g, g) > 0.99
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("beta", "low", "high"), [("ordinary", 0.0, 1.0), ("one", 1.0, 1.0), ("zero", 0.0, 0.0), ("two", 0.0, 2.0), ("edges", 0.0, 1.0)]
 )
 def test_beta_lies_where_it_says(beta: str, low: float, high: float) -> None:
@@ -783,7 +784,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("line", "parts"), REFUSED.items(), ids=[repr(line[:40]) for line in REFUSED])
+@for_each(("line", "parts"), REFUSED.items())
 def test_wrong_line_is_refused_in_one_line_that_names_word_value_and_rule(line: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         Case.parse(line)
@@ -804,7 +805,7 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("what", HUGE)
+@for_each("what", HUGE)
 def test_line_of_a_megabyte_is_refused_in_a_short_line(what: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         Case.parse(HUGE[what])

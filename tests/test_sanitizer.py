@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.together import for_each
 from verify.bench import guards
 from verify.cli import check_command, exits
 from verify.cli import main as cli
@@ -284,7 +285,7 @@ OLD = """========= Uninitialized __global__ memory read of size 4 bytes
 """
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "want"),
     [
         (BARRIER, ["Barrier error detected. Divergent thread(s) in block in kernel wholes(int *, int *)"]),

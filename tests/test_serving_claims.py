@@ -20,6 +20,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from tests.alone import told
+from tests.together import for_each
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.registry import BUILT_IN
@@ -177,7 +178,7 @@ def test_block_sizes_with_equal_bits_stand_together(unequal: set[tuple[int, int]
     assert claims.equality((4, 8, 16), unequal, 0.25) == text
 
 
-@pytest.mark.parametrize(("kernel", "adapter"), [*zip(claims.KERNELS, ADAPTERS, strict=True)], ids=ADAPTERS)
+@for_each(("kernel", "adapter"), [*zip(claims.KERNELS, ADAPTERS, strict=True)])
 def test_cases_are_inside_what_the_kernel_promises(kernel: claims.Kernel, adapter: str) -> None:
     module, _, name = BUILT_IN[adapter].partition(":")  # without `load`, which asks for an installed SGLang
     domain = getattr(importlib.import_module(module), name).domain

@@ -38,6 +38,7 @@ from oracles.sharding import (
     shard_hidden,
     tokens,
 )
+from tests.together import for_each
 
 Cut = Callable[[Layer, str, Rank, str], Tensor]
 KeyOf = Callable[[int, int, int], int]
@@ -227,8 +228,8 @@ def cut_in_one_block(layer: Layer, source: Sequence[Shard], mesh: Mesh) -> list[
     return [dataclasses.replace(piece, value=whole.chunk(mesh.tp, axis)[piece.rank.tp]) for piece in right]
 
 
-@pytest.mark.parametrize("name", ["in_proj.weight", "conv.weight", "conv.bias"])
-@pytest.mark.parametrize("wrong", [joined_and_cut_again, cut_in_one_block])
+@for_each("name", ["in_proj.weight", "conv.weight", "conv.bias"])
+@for_each("wrong", [joined_and_cut_again, cut_in_one_block])
 def test_resharding_without_sections_is_rejected(name: str, wrong: Callable[..., list[Shard]]) -> None:
     source, other = shards(LAYER, name, Mesh(2, 2)), Mesh(4, 1)
     assert same(reshard(LAYER, source, other), shards(LAYER, name, other))
@@ -457,7 +458,7 @@ WRONG_CUTS: dict[Cut, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_CUTS)
+@for_each("wrong", WRONG_CUTS)
 def test_wrong_cut_is_rejected_by_definition_and_by_computation(wrong: Cut) -> None:
     output, _ = TELLING.whole()
     assert misplaced(LAYER, MESH, rows) == set()
@@ -475,7 +476,7 @@ def test_tiled_value_heads_are_rejected_by_computation() -> None:
     assert not torch.equal(by_tiles, problem.whole(tiled)[0]), "tiles of the whole are no tiles of the ranks"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_gradients_reduced_over_other_axes_are_rejected(name: str) -> None:
     _, whole = TELLING.whole()
     _, rank_gradients = TELLING.on_ranks()
@@ -838,7 +839,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("what", REFUSED)
 def test_illegal_arguments_are_refused(what: str) -> None:
     call, message = REFUSED[what]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

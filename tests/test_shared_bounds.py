@@ -22,6 +22,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.words.example import Example
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.engine.asking import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
 from verify.engine.drawing import seeded
@@ -382,7 +383,7 @@ def test_a_bound_of_another_case_would_be_noticed() -> None:
     assert found == [Verdict.BROKEN] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("law", "device", "most"), [("oracle", "cuda", POOLED), ("cut", "cuda", BATCH), ("future", "cuda", BATCH), ("oracle", "cpu", 1)]
 )
 def test_a_gpus_worker_is_asked_more_at_once_where_bounds_are_made_together(law: str, device: str, most: int) -> None:

@@ -19,6 +19,7 @@ from properties.traces.case import TraceCase
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.smaller import Smaller
+from tests.together import for_each
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
 from verify.engine.shrink import Shrunk, shrink, similar
@@ -58,7 +59,7 @@ def small(fails: Fails, example: Example | Case = BIG, law: Law = ORACLE, most: 
     return shrunk, log
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fails", "line"),
     [
         (lambda e: True, "lengths=0"),
@@ -131,7 +132,7 @@ def test_every_word_of_a_case_is_tried() -> None:
     assert untried(without, cases[:1]) == {"dt_bias", "options"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "word", "law"),
     [
         ("lengths=3 in_kernel=both", "dt_bias", "oracle"),
@@ -285,7 +286,7 @@ def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
     assert seen
 
 
-@pytest.mark.parametrize(
+@for_each(
     "words",
     [
         "law=norm lengths=1",

@@ -14,6 +14,7 @@ import pytest
 
 from tests.answering import Answering
 from tests.processes import family, gone
+from tests.together import for_each
 from verify.cli import exits, soak_command
 from verify.cli import main as cli
 from verify.engine import law_check, soak
@@ -193,7 +194,7 @@ def reported(verdict: Verdict, counts: dict[Verdict, int], **more: object) -> La
 HOLDS, BLIND, BROKEN, UNKNOWN = Verdict.HOLDS, Verdict.BLIND, Verdict.BROKEN, Verdict.UNKNOWN
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "more", "verdict", "reason"),
     [
         (reported(UNKNOWN, {}, reason="no case was run"), reported(HOLDS, {HOLDS: 9}), HOLDS, ""),

@@ -23,6 +23,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from tests import right, standin
+from tests.together import for_each
 from verify.adapters.registry import AdapterError
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.path_bench import RankBench
@@ -187,8 +188,8 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", MIXED)
+@for_each("device", DEVICES)
+@for_each("what", MIXED)
 def test_mixing_devices_is_refused(what: str, device: str) -> None:
     with pytest.raises(RuntimeError, match="device"):
         MIXED[what](device)
@@ -203,8 +204,8 @@ def test_refusal_is_worded_as_cudas(device: str) -> None:
         near(2)[INDEX.to(device)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("device", DEVICES)
+@for_each("what", REFUSED)
 def test_what_cuda_refuses_besides_is_refused(what: str, device: str) -> None:
     call, kind, words = REFUSED[what]
     with pytest.raises(kind, match=words):
@@ -316,8 +317,8 @@ def _through_views(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", TAKEN)
+@for_each("device", DEVICES)
+@for_each("what", TAKEN)
 def test_what_cuda_takes_is_taken(what: str, device: str) -> None:
     got = TAKEN[what][0](device)
     assert (got.tolist() if isinstance(got, Tensor) else got) == TAKEN[what][1]
@@ -339,8 +340,8 @@ MADE: tuple[Callable[[], Tensor], ...] = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", MADE)
+@for_each("device", DEVICES)
+@for_each("make", MADE)
 def test_what_names_no_device_is_made_on_the_default_one(make: Callable[[], Tensor], device: str) -> None:
     with torch.device(device):
         assert make().device == torch.device(device, 0)

@@ -10,6 +10,7 @@ import pytest
 from properties.books import BOOKS, Book
 from properties.rules.domain import Domain
 from tests.answering import Answering
+from tests.together import for_each
 from verify.cli import check_command, exits
 from verify.cli.main import main
 from verify.engine import law_check
@@ -150,7 +151,7 @@ def test_a_law_that_was_cut_short_and_compares_bits_has_no_largest_error() -> No
     assert text.law_line(report) == "cut short   recall       9 of 32 cases (2 blind)"
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+@for_each("book", BOOKS)
 def test_the_power_of_every_law_is_on_record(book: Book) -> None:
     assert {*KILLS[book.name]} == {*book.laws}
     order = by_power(book, ["unheard of", *book.laws])

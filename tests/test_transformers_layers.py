@@ -16,6 +16,7 @@ from properties.layers.case import LayerCase
 from tests import needs
 from tests import wrong_transformers_layers as wrong
 from tests.kills import Fewer, small_ones
+from tests.together import for_each
 from verify.adapters import transformers_layer
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import load
@@ -122,7 +123,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+@for_each("kind", WRONG)
 def test_wrong_layer_is_broken_where_the_released_one_holds(kind: type[ModelLayer]) -> None:
     needs.need("transformers")
     line = WRONG[kind].format(kind.domain.operation)

@@ -21,6 +21,7 @@ import pytest
 from tests.alone import told
 from tests.commands import Command
 from tests.processes import alive, children, gone, opened
+from tests.together import for_each
 from verify.bench import oracle_process
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import frame
@@ -336,7 +337,7 @@ def test_functions_that_decide_whose_fault_a_hang_is_are_marked() -> None:
         assert [function.__code__.co_name.partition(" ")[2] for function in functions] == [f"<{mark}>"] * len(functions)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrote",
     [
         "",

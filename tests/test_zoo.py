@@ -15,6 +15,7 @@ import torch
 from oracles.operation import Inputs
 from properties.rules.case import Case
 from properties.rules.laws import LAWS
+from tests.together import for_each
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError, check_spec
 from verify.bench.memo import Memo
@@ -129,7 +130,7 @@ def test_rows_of_incidents_are_those_of_the_record() -> None:
     assert {letter for animal in animals().values() for letter in animal.letter} <= set(registry.LETTERS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("attributes", "message"),
     [
         ({"letter": "?", "__doc__": "x"}, "letter of Wrong must be one of S C V X N I T L R E Q G K F D -, got '?'"),
@@ -520,7 +521,7 @@ def test_twin_of_a_decay_by_the_thread_errs_as_much_as_its_fix_reports() -> None
     assert counts[2] > 0 == counts[3], "of four threads one took the last token"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "channels"),
     [
         ("lengths=64 gate=64", []),  # no state comes in
@@ -568,7 +569,7 @@ def test_fla_ci_lets_pass_what_fla_locally_rejects() -> None:
     assert not SUITES["fla-ci"]().accepts({"o": torch.full((8,), torch.nan)}, reference, inputs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"query": 1}, "a case must have q, k, v, g, beta, state, cu_seqlens, .* or cotangents, got 'query'"),
