@@ -121,7 +121,7 @@ def top(position: int, stream: str, seed: int, bits: int) -> int:
     return (word - 2**64 if word >> 63 else word) >> (64 - bits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_numbers_are_those_of_the_counter_scaled_by_a_power_of_two(dtype: str) -> None:
     bits, case = BITS[dtype], ModuleCase((3,), "causal_conv1d", width=5, conv_width=2, dtype=dtype, bias=True, seed=77)
     inputs = case.inputs()
@@ -364,7 +364,7 @@ def test_an_illegal_line_is_refused_by_word_value_and_rule(line: str, says: str)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lengths", "says"),
     [
         ((), "lengths must name at least one sequence"),

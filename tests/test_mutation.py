@@ -131,7 +131,7 @@ def test_pointer_keeps_its_base() -> None:
     assert not [edit for edit in edits(TOY) if "tl.load((i_t * 2)" in edit.of(TOY)]
 
 
-@pytest.mark.parametrize("source", ["x = 1\n", "def f(): pass\ndef g(): pass\n", "class A: pass\n"])
+@for_each("source", ["x = 1\n", "def f(): pass\ndef g(): pass\n", "class A: pass\n"])
 def test_edits_of_what_is_no_function_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match="source must be one function, got"):
         edits(source)

@@ -23,6 +23,7 @@ from properties.paths.case import ParallelCase
 from tests.commands import Command
 from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
+from tests.together import for_each
 from verify.adapters.gdn.adapter import GdnLayer
 from verify.bench import oracle_process
 from verify.bench.oracle_process import Beside, Work
@@ -403,7 +404,7 @@ def test_ranks_have_as_many_as_there_are_cores_left(
     assert len(had) == wanted
 
 
-@pytest.mark.parametrize("word", ["many", "-1", "65"])
+@for_each("word", ["many", "-1", "65"])
 def test_a_count_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"GDN_VERIFY_AHEAD must be .* in 0..64, got '{word}'"):
         oracle_process.start({oracle_process.SWITCH: word})

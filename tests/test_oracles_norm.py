@@ -119,7 +119,7 @@ def test_gradient_of_every_form_is_that_of_autograd_and_of_differences(eps: floa
         torch.testing.assert_close(got, by_differences(x, dy, eps, form), rtol=0.0, atol=1e-8 * size)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
+@for_each("eps", [1e-5, 1e-6, 1e-12])
 def test_gradient_of_a_zero_row_and_at_eps_is_as_stated(eps: float) -> None:
     zero, dy = torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     torch.testing.assert_close(gradient(lambda x: normalised(x, eps, "max"), zero, dy), dy / eps)

@@ -20,7 +20,7 @@ def test_gradient_of_a_gradient_is_refused() -> None:
         dq.sum().backward()
 
 
-@pytest.mark.parametrize(("heads", "value_heads"), [(2, 3), (0, 2), (4, 2)])
+@for_each(("heads", "value_heads"), [(2, 3), (0, 2), (4, 2)])
 def test_heads_that_do_not_divide_are_refused(heads: int, value_heads: int) -> None:
     with pytest.raises(ValueError, match=f"^value_heads must be a multiple of heads {heads}, got {value_heads}$"):
         repeat_heads(torch.zeros(1, heads, 2), value_heads)

@@ -21,6 +21,7 @@ from properties.rules.laws import LAWS
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.lengths import BLOCKS, EDGES, lengths
+from tests.together import for_each
 
 DOMAINS = {
     "everything": Domain(),
@@ -139,7 +140,7 @@ def test_examples_of_everything_are_outside_a_narrow_domain() -> None:
     assert sum(narrow.outside(case) is not None for case in cases_drawn) > 0.9 * len(cases_drawn)
 
 
-@pytest.mark.parametrize("name", DOMAINS)
+@for_each("name", DOMAINS)
 def test_law_says_in_words_what_the_domain_lacks(name: str) -> None:
     reasons = {law.name: law.needs(DOMAINS[name]) for law in LAWS.values()}
     wanted = lacking(name)
@@ -155,7 +156,7 @@ def test_absent_is_not_asked_where_no_argument_may_be_left_out() -> None:
         assert LAWS["absent"].needs(dataclasses.replace(least, **words)) is None, words
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@for_each("width", [64, 128])
 def test_recall_without_a_scale_is_asked_only_where_the_root_of_k_is_a_power_of_two(width: int) -> None:
     domain = Domain(key_dims=(width, width), value_dims=(width, width), scale=False)
     asked = LAWS["recall"].needs(domain) is None
@@ -230,7 +231,7 @@ def outside_of() -> Iterator[tuple[Domain, str, str]]:
     yield Domain(backward=False), "lengths=5", "backward=yes is not supported"
 
 
-@pytest.mark.parametrize(("domain", "line", "reason"), list(outside_of()))
+@for_each(("domain", "line", "reason"), list(outside_of()))
 def test_domain_says_why_a_case_is_outside(domain: Domain, line: str, reason: str) -> None:
     assert domain.outside(Case.parse(line)) == reason
     assert Domain().outside(Case.parse(line)) is None
@@ -261,7 +262,7 @@ def sample() -> list[Case]:
     return seen
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "choices"),
     [
         ("dtype", tuple(DTYPES)),
@@ -276,7 +277,6 @@ def sample() -> list[Case]:
         ("qk_norm", (False, True)),
     ],
 )
-@pytest.mark.slow_after_first
 def test_each_choice_is_drawn_often_enough(sample: list[Case], field: str, choices: tuple[object, ...]) -> None:
     counts = {choice: sum(getattr(case, field) == choice for case in sample) for choice in choices}
     assert {getattr(case, field) for case in sample} == set(choices)
@@ -375,10 +375,9 @@ def memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
 
 
-@pytest.mark.parametrize("how", [how for how in VIEWS if how != "expanded"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.slow_after_first
+@for_each("how", [how for how in VIEWS if how != "expanded"])
+@for_each("shape", SHAPES)
+@for_each("dtype", DTYPES.values())
 def test_view_is_the_tensor_with_nan_all_around_it(how: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(shape, dtype)
     got = view(x, how)
@@ -392,7 +391,7 @@ def test_view_is_the_tensor_with_nan_all_around_it(how: str, shape: tuple[int, .
     assert torch.equal(x, numbers(shape, dtype)), "and the original"
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 2, 8), (2, 5, 3, 8), (2, 4, 8, 12), (2, 7, 3)])
+@for_each("shape", [(1, 5, 2, 8), (2, 5, 3, 8), (2, 4, 8, 12), (2, 7, 3)])
 def test_views_have_the_strides_they_claim(shape: tuple[int, ...]) -> None:
     x = numbers(shape, torch.float32)
     views = {how: view(x, how) for how in VIEWS}
@@ -409,7 +408,7 @@ def test_views_have_the_strides_they_claim(shape: tuple[int, ...]) -> None:
     assert len({(tensor.stride(), tensor.storage_offset()) for tensor in (*views.values(), x)}) == 6
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each("shape", SHAPES)
 def test_expanded_view_repeats_the_first_along_one_axis(shape: tuple[int, ...]) -> None:
     x = numbers(shape, torch.float32)
     got = view(x, "expanded")
@@ -447,7 +446,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_law_refuses_what_it_cannot_be_asked_in_one_line(name: str) -> None:
     example, words = REFUSED[name]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -485,7 +484,7 @@ UNANSWERABLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNANSWERABLE)
+@for_each("what", UNANSWERABLE)
 def test_law_refuses_a_case_that_it_says_nothing_about(what: str) -> None:
     name, example = UNANSWERABLE[what]
     with pytest.raises(ValueError, match=name):

@@ -544,7 +544,7 @@ def test_rank_that_stands_still_waits_for_the_one_that_failed() -> None:
     assert [finding.what for finding in got.findings] == ["raised ValueError: no; while rank 1 is in spin (kernel.py:1)"]
 
 
-@pytest.mark.parametrize(("answers", "starts"), [((HOLDS, HOLDS), 1), ((HOLDS, OFF), 1), ((HOLDS, RAISED), 2)])
+@for_each(("answers", "starts"), [((HOLDS, HOLDS), 1), ((HOLDS, OFF), 1), ((HOLDS, RAISED), 2)])
 def test_group_is_replaced_only_where_ranks_may_have_parted(answers: tuple[dict[str, Any], ...], starts: int) -> None:
     seats = [Rank((0.0, reply)) for reply in answers]
     group = of(*seats)
@@ -585,7 +585,7 @@ def test_same_verdict_for_different_reasons_has_them_all() -> None:
     assert (got.verdict, got.reason) == (Verdict.BLIND, "ranks 0, 2: a; rank 1: b")
 
 
-@pytest.mark.parametrize("verdict", [Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
+@for_each("verdict", [Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
 def test_what_ranks_decide_differently_is_unknown(verdict: Verdict) -> None:
     got = merged(HOLDS, outcome(verdict, "why"), HOLDS)
     assert (got.verdict, got.reason) == (Verdict.UNKNOWN, f"ranks disagree: ranks 0, 2: holds; rank 1: {verdict}: why")

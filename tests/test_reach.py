@@ -109,7 +109,7 @@ def test_api_names_the_function_if_it_is_another_one() -> None:
     assert [*seen(adapter=Module()).functions] == ["tests.reach_library:Norm.__init__"]
 
 
-@pytest.mark.parametrize("api", ["tests.reach_library:gait", "no.such.module:gate", "math:sqrt"])
+@for_each("api", ["tests.reach_library:gait", "no.such.module:gate", "math:sqrt"])
 def test_an_api_that_names_nothing_is_told_and_is_no_fault_of_the_implementation(api: str) -> None:
     adapter = adapters.UnpassedOption()
     adapter.api = api  # type: ignore[misc]

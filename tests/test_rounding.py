@@ -41,7 +41,7 @@ def _forget_grids() -> None:
 
 
 @pytest.mark.usefixtures("plain_grid")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_on_the_plain_grid_rounding_is_the_cast(dtype: str) -> None:
     x = numbers(5, 64, 64)
     want = x[0].to(DTYPES[dtype]).double()
@@ -63,7 +63,7 @@ def test_on_the_plain_grid_fp16_subnormals_are_multiples_of_their_step() -> None
     assert not torch.equal(without, got)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_first_run_is_untouched_to_the_bit(dtype: str) -> None:
     for shape in ((3,), (2, 5), (2, 3, 7), (4, 2, 16, 16)):
         x = numbers(9, *shape, low=-40, high=40)
@@ -285,7 +285,7 @@ def test_several_places_may_each_have_bits_of_their_own(dtype: torch.dtype) -> N
         assert rule.stacked(x, ("a", "b", "c"), (53, 53, 53)).equal(x)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: str) -> None:
     kind = torch.float64 if dtype == "fp32" else torch.float32
     for rule in (arithmetic(dtype, 5), dataclasses.replace(arithmetic(dtype, 4), first=1)):
@@ -305,7 +305,7 @@ def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: 
     assert torch.equal(exact.rough(x, x), x * x)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> None:
     x = numbers(8, 3, 8, 8)
     for runs in (2, 4, 8, 24):
@@ -373,7 +373,7 @@ def test_runs_from_the_first_on_are_those_of_run_zero_and_others() -> None:
     assert not Arithmetic.exact().rounds
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("bf16", 21)])
+@for_each(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("bf16", 21)])
 def test_float32_runs_round_to_as_many_bits_as_float64_ones(dtype: str, bits: int) -> None:
     rule = dataclasses.replace(arithmetic(dtype, 8), first=1)
     x = numbers(8, 1, ROWS, 8).float().double()

@@ -71,7 +71,7 @@ def test_exact_arithmetic_returns_its_argument(name: str) -> None:
     assert torch.equal(Arithmetic.exact().multiply(x, x.mT, "p"), x @ x.mT)
 
 
-@pytest.mark.parametrize(("dtype", "products", "bits"), [("fp32", "ieee", 24), ("fp32", "tf32", 10), ("bf16", "ieee", EXACT)])
+@for_each(("dtype", "products", "bits"), [("fp32", "ieee", 24), ("fp32", "tf32", 10), ("bf16", "ieee", EXACT)])
 def test_products_err_by_their_operands_forward_and_backward(dtype: str, products: str, bits: int) -> None:
     a, b = numbers(9, 2, 16, 16).requires_grad_(), numbers(9, 2, 16, 16).mT.clone().requires_grad_()
     rule = arithmetic(dtype, products=products)
@@ -133,7 +133,7 @@ def test_choice_of_two_runs_is_made_by_turns() -> None:
     assert by_part == list(by_chunk[64])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, pointwise, got 'quadratic'"),

@@ -168,9 +168,8 @@ def test_number_is_mixed_modulo_two_to_the_64(number: int) -> None:
 COUNTERS = torch.tensor([0, 1, 2**62, -1, -(2**63), 2**63 - 1]), torch.arange(7), torch.arange(0)
 
 
-@pytest.mark.parametrize("keys", [(0, 0, 0), (mix_number(5), -(2**63), 2**63 - 1)])
-@pytest.mark.parametrize("bits", [*range(1, 65), None])
-@pytest.mark.slow_after_first
+@for_each("keys", [(0, 0, 0), (mix_number(5), -(2**63), 2**63 - 1)])
+@for_each("bits", [*range(1, 65), None])
 def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, keys: tuple[int, ...]) -> None:
     draws = [(counter, key, bits or some) for counter, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
     before = [counter.clone() for counter in COUNTERS]
@@ -193,7 +192,7 @@ def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch
         assert same == (bits == 31)
 
 
-@pytest.mark.parametrize("bits", [0, 65, -1])
+@for_each("bits", [0, 65, -1])
 def test_integers_of_no_draw_or_of_no_such_width_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match=f"^bits must be in 1..64, got {bits}$"):
         integers((torch.arange(3), 0, 8), (torch.arange(3), 0, bits))
@@ -319,7 +318,7 @@ def test_global_state_is_neither_used_nor_changed(case: Case, operation: str, se
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("operation", RULES)
+@for_each("operation", RULES)
 def test_two_calls_share_no_memory(operation: str) -> None:
     case = Case.parse(f"op={operation} lengths=5 gate=10 state=random")
     first, names = (

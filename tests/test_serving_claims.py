@@ -166,7 +166,7 @@ def test_bits_are_more_than_values(dtype: torch.dtype) -> None:
     assert not torch.equal(nans, nans) and claims.bits_equal(nans, nans.clone())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unequal", "text"),
     [
         (set(), "equal to the bit in every block size"),

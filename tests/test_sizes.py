@@ -23,6 +23,7 @@ from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.sizes import KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
@@ -106,7 +107,7 @@ def test_the_sizes_of_other_domains_stay() -> None:
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
 
 
-@pytest.mark.parametrize("kind", [Domain, ModuleDomain, LayerDomain])
+@for_each("kind", [Domain, ModuleDomain, LayerDomain])
 def test_a_size_outside_its_range_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"long must be in 0\.\.1048576, got -1"):
         kind(long=-1)
@@ -157,7 +158,7 @@ class Costs(Adapter):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(("cost", "most"), MOST.items())
+@for_each(("cost", "most"), MOST.items())
 def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> None:
     described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16, cost=cost)
     domain: Any = with_sizes(described, "cpu").domain

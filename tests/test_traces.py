@@ -233,7 +233,7 @@ def test_free_slots_hold_what_the_case_says() -> None:
         assert bool(TraceCase("p:a1").filled(pool, other=1).any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tags_pass_through_silu_and_half_precision_and_name_their_token(dtype: torch.dtype) -> None:
     named = {
         ("tokens", 1, 0): "the tag of request b's token 0",
