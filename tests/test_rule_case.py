@@ -23,71 +23,35 @@ from properties.rules.case import BETAS, GATES, GIVEN_GATES, IN_KERNEL, STATES, 
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
-from properties.rules.numbers import MEMORIES, SATURATED, _Builder, _integers, _Recipe, drawn
+from properties.rules.numbers import MEMORIES, _Builder, _integers, _Recipe, drawn
 from properties.words.line import MAX_HEADS, MAX_SEQUENCES, MAX_TOKENS, MAX_WIDTH
 from tests.together import for_each
 
 KNOWN = (
-    (
-        "lengths=65",
-        "fb8eb30aafcb66e58c663a1d174a489e2d1b608a3d433c6244384d24603c3f68",
-    ),
-    (
-        "lengths=2+0+130 packed=yes heads=2 value_heads=4 gate=64 state=random seed=17",
-        "cf1560ad02c0280b4353c098a18ce03c4e41c9fc3a6c6cec9d1cc3d7ad8e55c9",
-    ),
-    (
-        "lengths=33+33 dtype=bf16 gate=1000 gate_dtype=input beta=two values=correlated qk_norm=yes seed=1",
-        "4b960e873c210acecd2cfa40ca74fe2d35a050fad70ab847fffde3ad2993b48a",
-    ),
-    (
-        "lengths=63 dtype=fp16 gate=10 beta=edges values=scaled state=random scale=half seed=2",
-        "d45e892c3470ecbf3d9f0e35a2b42bda770f4ed8c219f6a14b0d3fdde633a55a",
-    ),
-    (
-        "lengths=17+64 packed=yes dtype=bf16 gate=tenth beta=one values=repeated offsets=int32 seed=3",
-        "a1633c2d1bfa07300b815f6561b52c3b9f24dbf72839f2a13d8dad9aca0498b7",
-    ),
+    ("lengths=65", "fb8eb30aafcb66e5"),
+    ("lengths=2+0+130 packed=yes heads=2 value_heads=4 gate=64 state=random seed=17", "cf1560ad02c0280b"),
+    ("lengths=33+33 dtype=bf16 gate=1000 gate_dtype=input beta=two values=correlated qk_norm=yes seed=1", "4b960e873c210ace"),
+    ("lengths=63 dtype=fp16 gate=10 beta=edges values=scaled state=random scale=half seed=2", "d45e892c3470ecbf"),
+    ("lengths=17+64 packed=yes dtype=bf16 gate=tenth beta=one values=repeated offsets=int32 seed=3", "a1633c2d1bfa0730"),
     (
         "lengths=66 heads=3 value_heads=3 key_dim=7 value_dim=12 gate=saturated values=zero_rows state=zero seed=4",
-        "0e0e0cfec71c64725ea5ae380ab3484ee7efcda84f2b4ceca1d86271d2d296b4",
+        "0e0e0cfec71c6472",
     ),
-    (
-        "lengths=40 dtype=fp16 value_heads=8 gate=mixed gate_dtype=input values=small qk_norm=yes seed=5",
-        "abd6919f760dd69e70e54dc83027f29a1820d2e42af71986e3702146810bbcc0",
-    ),
-    (
-        "lengths=31 dtype=bf16 beta=one values=one_hot state=random scale=one seed=6",
-        "2acf6c13a27fbbb90b393a72ba399e420c71dedc038abd8b0b4c18cc0aa1a9f1",
-    ),
-    (
-        "lengths=129 dtype=fp16 key_dim=128 value_dim=64 gate=saturated beta=zero state=random seed=4294967295",
-        "66850dd34a1ebd454293e9c3739362f5689c40d4bf43ec7d2e9080ca56e416aa",
-    ),
+    ("lengths=40 dtype=fp16 value_heads=8 gate=mixed gate_dtype=input values=small qk_norm=yes seed=5", "abd6919f760dd69e"),
+    ("lengths=31 dtype=bf16 beta=one values=one_hot state=random scale=one seed=6", "2acf6c13a27fbbb9"),
+    ("lengths=129 dtype=fp16 key_dim=128 value_dim=64 gate=saturated beta=zero state=random seed=4294967295", "66850dd34a1ebd45"),
     (
         "lengths=16 value_heads=2 key_dim=1 value_dim=1 gate=mixed beta=two values=scaled state=random seed=65535",
-        "290b74798eec3df905f0349cd2fae26b866313fefbf5446b966e6e34fa995708",
+        "290b74798eec3df9",
     ),
-    (
-        "lengths=1 dtype=bf16 key_dim=256 value_dim=24 gate=10 values=small state=random backward=no seed=7",
-        "4253c25eb2f8f599a8cfe20fab962afc75ea600b29b3f1d1578d8d21db99351f",
-    ),
+    ("lengths=1 dtype=bf16 key_dim=256 value_dim=24 gate=10 values=small state=random backward=no seed=7", "4253c25eb2f8f599"),
     (
         "lengths=15+0+0 packed=yes value_heads=2 gate=1000 gate_dtype=input beta=edges values=zero_rows seed=123456789",
-        "76e6156804da947212b6940ecf62ffda41a2eee16949e7c7254a3b9df31d8708",
+        "76e6156804da9472",
     ),
-    (
-        "lengths=9+20 packed=yes heads=2 value_heads=6 key_dim=24 dtype=fp16 values=large qk_norm=yes seed=21",
-        "474bd87d0309c27009e1da0c574b7a2564b14a50a58047a1ba3d34f29907d8c4",
-    ),
-    (
-        "lengths=7+0+12 packed=yes value_heads=2 gate=edges values=great state=random seed=11",
-        "6eae85ad1eb064e09034441fde8e3b050157402c02da39856c3fc8dcb507b997",
-    ),
-    (
-        "lengths=9+9 op=kda key_dim=4 dtype=fp16 gate=closed values=great seed=12",
-        "ee4beb2d9750156fc0b1948b578a97689a7aecc9a063cf12295de28b5f01257b",
-    ),
+    ("lengths=9+20 packed=yes heads=2 value_heads=6 key_dim=24 dtype=fp16 values=large qk_norm=yes seed=21", "474bd87d0309c270"),
+    ("lengths=7+0+12 packed=yes value_heads=2 gate=edges values=great state=random seed=11", "6eae85ad1eb064e0"),
+    ("lengths=9+9 op=kda key_dim=4 dtype=fp16 gate=closed values=great seed=12", "ee4beb2d9750156f"),
 )
 
 
@@ -103,7 +67,7 @@ def fingerprint(case: Case, device: str | None = None) -> str:
     for name, tensor in tensors(case, device).items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 # Bits
@@ -485,47 +449,6 @@ def test_gate_has_the_memory_it_names(gate: str, memory: float) -> None:
     assert abs(float(g.mean()) + width / 2) < 5 * deviation
     assert abs(float(g.std()) - width / math.sqrt(12)) < 5 * deviation
     assert 0.75 * memory <= 2 / width <= 1.3 * memory
-
-
-def test_forever_never_decays_and_saturated_forgets_all_at_every_fourth_token() -> None:
-    assert not Case.parse("lengths=64 gate=forever").inputs().g.any()
-    g = Case.parse("lengths=4096 gate=saturated seed=6").inputs().g.double().flatten()
-    gone = g == SATURATED
-    assert abs(float(gone.double().mean()) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4096)
-    assert ((g[~gone] <= 0) & (g[~gone] > -MEMORIES["1000"])).all()
-    assert float(torch.tensor(SATURATED, dtype=torch.float64).exp()) == 0.0
-
-
-@pytest.mark.parametrize("seed", [2, 3])
-def test_mixed_gates_give_each_head_its_own_memory(seed: int) -> None:
-    g = Case.parse(f"lengths=4096 value_heads=8 gate=mixed seed={seed}").inputs().g.double()[0]
-    means = g.mean(0)
-    widths = [*MEMORIES.values(), 0.0][:: -1 if seed % 2 else 1]
-    for head, mean in enumerate(means.tolist()):
-        width = widths[head % len(widths)]
-        assert abs(mean + width / 2) <= 5 * width / math.sqrt(12 * 4096)
-
-
-@pytest.mark.parametrize("seed", [2, 3])
-def test_mixed_gates_of_kda_give_each_channel_its_own_memory(seed: int) -> None:
-    g = Case.parse(f"op=kda lengths=4096 value_heads=2 key_dim=16 gate=mixed seed={seed}").inputs().g.double()[0]
-    means = g.mean(0)
-    assert means.shape == (2, 16)
-    widths = [*MEMORIES.values(), 0.0][:: -1 if seed % 2 else 1]
-    for place, mean in enumerate(means.flatten().tolist()):
-        width = widths[place % len(widths)]
-        assert abs(mean + width / 2) <= 5 * width / math.sqrt(12 * 4096)
-    assert len({round(mean, 4) for mean in means[1].tolist()}) > 4, "memories differ inside a head"
-    assert means[0].tolist() != means[1].tolist(), "and from head to head"
-
-
-def test_gates_of_channels_are_uncorrelated() -> None:
-    g = Case.parse("op=kda lengths=4096 key_dim=8 value_heads=2 gate=64 seed=5").inputs().g.double()[0]
-    limit = 5 / math.sqrt(4096 * 16)
-    assert correlation(g[..., 1:], g[..., :-1]) < limit
-    assert correlation(g[:, 1], g[:, 0]) < 1.5 * limit
-    assert correlation(g[1:], g[:-1]) < limit
-    assert correlation(g, g) > 0.99
 
 
 @for_each(
