@@ -363,7 +363,7 @@ def test_defaults_are_part_of_the_format() -> None:
         assert ModuleCase.parse(words) == case
 
 
-def test_inputs_are_the_same_wherever_they_are_asked_for() -> None:
+def test_inputs_are_the_same_in_every_call() -> None:
     case = ModuleCase.parse(KNOWN[1][0])
     one, two = case.inputs(), case.inputs("cpu")
     assert isinstance(one, Inputs)

@@ -128,7 +128,7 @@ def allowed_in_single(case: Case) -> Results:
     return {name: limit.allowed for name, limit in limits.items()}
 
 
-# Chunks of one token, which nobody asks for, multiply the state by a K x K product a token: of 8 cases of 150 tokens, with a memory
+# Chunks of one token, which nobody uses, multiply the state by a K x K product a token: of 8 cases of 150 tokens, with a memory
 # of 1000 or more, the worst is off by 1.3e-14 (K = 64), 1.7e-14 (128) and 2.8e-14 (256).
 ONE_TOKEN_LIMIT = 5e-14
 # Rows against 2^-29 of float32's allowance; 700 cases of the whole domain an operation measured: 3.0, and 4.4 where tokens repeat.

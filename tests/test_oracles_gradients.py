@@ -150,7 +150,7 @@ def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2), x)
 
 
-def test_gradients_asked_for_alone_are_those_of_all_and_none_asked_for_is_no_graph() -> None:
+def test_some_gradients_alone_are_those_of_all_and_without_any_there_is_no_graph() -> None:
     x = packed(9, 3, 2)
     directions = torch.ones(9, 2, 3, dtype=torch.float64), torch.ones(3, 2, 2, 3, dtype=torch.float64)
     outputs = chunkwise.delta_rule(*x, 0.7, [4, 0, 5], 4)

@@ -68,7 +68,7 @@ DOMAINS: dict[str, Any] = {
     "layers": LayerDomain(),
     "layers whose states have no gradients": LayerDomain(state_gradients=False, packed=False),
 }
-SMALLEST = ("everything", "convolutions", "layers")  # also asked with a palette of one key, and what laws need beside it
+SMALLEST = ("everything", "convolutions", "layers")  # also tested with a palette of one key, and what laws need beside it
 PALETTES: dict[tuple[str, int, int], Palette] = {}
 SAMPLES: dict[tuple[str, int, int], list[Example]] = {}
 

@@ -161,7 +161,7 @@ class NeverReceives(Piece):
         return False
 
 
-def told(kind: type[Piece], piece: Piece) -> Piece:
+def as_kind(kind: type[Piece], piece: Piece) -> Piece:
     return kind(piece.sequence, piece.first, piece.end, piece.length)
 
 
@@ -209,10 +209,10 @@ WRONG: dict[str, tuple[Implementation, str]] = {
     "gradient of another rank": (Implementation(cp_to_hp_fused=gradient_of_another_rank), "gradients"),
     "empty sequences uncounted": (Implementation(contiguous_pieces=without_empty), "pieces"),
     "a rank's first piece always receives": (
-        Implementation(contiguous_pieces=pieces_with(lambda piece, at: piece if at else told(AlwaysReceives, piece))),
+        Implementation(contiguous_pieces=pieces_with(lambda piece, at: piece if at else as_kind(AlwaysReceives, piece))),
         "states",
     ),
-    "no piece receives": (Implementation(contiguous_pieces=pieces_with(lambda piece, at: told(NeverReceives, piece))), "states"),
+    "no piece receives": (Implementation(contiguous_pieces=pieces_with(lambda piece, at: as_kind(NeverReceives, piece))), "states"),
     "pieces of sequences cut apart": (
         Implementation(contiguous_pieces=pieces_with(lambda piece, at: dataclasses.replace(piece, length=piece.end))),
         "pieces",

@@ -178,7 +178,7 @@ def wide_bounds(first: int | None = 1) -> dict[str, Bound]:
 
 
 @pytest.mark.slow
-def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_part_in_question_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = evaluated(monkeypatch)
     one, all_of = wide_bounds()["o"], wide_bounds(4)["o"]
     seen.clear()
@@ -241,12 +241,12 @@ def test_a_sum_over_sequences_is_looked_at_with_all_of_them_and_all_heads(monkey
 
 
 @pytest.mark.slow
-def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_in_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
     arguments, limits = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
     seen = evaluated(monkeypatch)
     several = bounds(*arguments, "chunkwise", "ieee", 64, shared_bounds=limits)
-    assert seen == [], "nothing is computed before it is asked for"
+    assert seen == [], "nothing is computed before its first use"
     over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
     over[0, 71, 5] = True
     finer, single_finer = several["o"].finer, limits["o"].finer

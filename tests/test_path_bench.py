@@ -137,7 +137,7 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
     assert {law for laws in KILLED_BY.values() for law in laws} == here
 
 
-def test_every_mutant_tells_its_story_and_is_tested() -> None:
+def test_every_mutant_has_a_story_and_a_test() -> None:
     wrong = {member for member in vars(paths).values() if isinstance(member, type) and issubclass(member, paths.Mutant)}
     assert wrong - {paths.Mutant} == set(KILLED_BY)
     assert all(mutant.__doc__ and mutant.__doc__ != paths.Mutant.__doc__ for mutant in wrong - {paths.Mutant})
@@ -263,7 +263,7 @@ def test_a_domain_comes_back_from_its_data() -> None:
         ({"choices": (("conv", ("fla",)),)}, "lengths=8", "conv=torch is not supported"),
     ],
 )
-def test_what_lies_outside_a_domain_is_told(changes: dict[str, object], line: str, reason: str) -> None:
+def test_what_lies_outside_a_domain_is_reported(changes: dict[str, object], line: str, reason: str) -> None:
     assert dataclasses.replace(DOMAIN, **changes).outside(ParallelCase.parse(line)) == reason  # type: ignore[arg-type]
 
 
@@ -327,7 +327,7 @@ def test_a_law_that_compares_nothing_is_blind(monkeypatch: pytest.MonkeyPatch) -
     assert (execute(run).verdict, execute(run).reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
 
 
-def test_a_kernel_is_not_asked_a_law_of_paths_and_the_reverse() -> None:
+def test_a_kernel_does_not_run_a_law_of_paths_and_the_reverse() -> None:
     for line in ("law=parallel adapter=tests/right.py:Chunkwise lengths=8", "law=oracle adapter=gdn/layer lengths=8"):
         outcome = execute(Run.parse(line))
         assert outcome.verdict is Verdict.UNSUPPORTED

@@ -196,17 +196,17 @@ def test_block_reaches_the_inputs_and_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize("law", POOL_LAWS)
 @pytest.mark.slow_after_first
-def test_who_can_be_told_its_block_is_asked_the_same_but_for_the_block(law: str) -> None:
-    told, untold = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
+def test_cases_with_a_choice_of_blocks_are_the_same_but_for_the_block(law: str) -> None:
+    choosing, default = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
 
     def drawn(domain: PoolDomain) -> list[Example]:
         examples: list[Example] = []
         seeded(POOL_LAWS[law].draw(domain), 11, 40, examples.append)
         return examples
 
-    with_blocks, without = drawn(told), drawn(untold)
+    with_blocks, without = drawn(choosing), drawn(default)
     assert {example.case.block_v for example in without} == {"default"}
-    assert {example.case.block_v for example in with_blocks} == ({"default"} if law == "blocks" else {*told.block_choices})
+    assert {example.case.block_v for example in with_blocks} == ({"default"} if law == "blocks" else {*choosing.block_choices})
     plain = [dataclasses.replace(example, case=dataclasses.replace(example.case, block_v="default")) for example in with_blocks]
     assert plain == without
 
@@ -308,7 +308,7 @@ UNTOLD = {"blocks": "blocks is not supported"}
 @pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE, BLOCKS])
 @pytest.mark.slow_after_first
 def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
-    asked = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
+    possible = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
     missing = {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)}
     assert (
         missing
@@ -320,7 +320,7 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
         }[domain]
     )
 
-    for law in asked:
+    for law in possible:
         seen: list[Example] = []
         seeded(law.draw(domain), 3, 12, seen.append)
         assert len(seen) == 12
@@ -537,8 +537,8 @@ def test_right_implementation_holds_under_every_law(
 
 @pytest.mark.slow
 def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
-    with Check(Settings("fla/decode", asked, Profile("few", 2), 7), [worker], store) as check:
+    store, laws = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
+    with Check(Settings("fla/decode", laws, Profile("few", 2), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
 

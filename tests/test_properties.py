@@ -73,7 +73,7 @@ DOMAINS = {
         views=False,
     ),
 }
-# The laws that a domain cannot be asked about, and what it lacks.
+# The laws that need something that a domain lacks, and what that is.
 NO_GATES = {"gates": "neither gate nor beta is computed in the kernel"}
 LACKING = {
     "gates in the kernel only, with dt_bias": {"recall": "explicit gates are not supported"},
@@ -104,7 +104,7 @@ def lacking(name: str) -> dict[str, str]:
 
 
 def drawn(domain: Domain, count: int) -> dict[str, list[Example]]:
-    """Examples of every law that the domain can be asked about."""
+    """Examples of every law that needs nothing that the domain lacks."""
     seen: dict[str, list[Example]] = {}
     for law in LAWS.values():
         if law.needs(domain) is None:
@@ -149,7 +149,7 @@ def test_law_says_in_words_what_the_domain_lacks(name: str) -> None:
         assert reasons[law] in (what, f"{what} is not supported")
 
 
-def test_absent_is_not_asked_where_no_argument_may_be_left_out() -> None:
+def test_absent_does_not_run_where_no_argument_may_be_left_out() -> None:
     least = Domain(final_states="none", initial_state=False, backward=False, packed=False, scale=False)
     assert LAWS["absent"].needs(least) == "no argument may be left out"
     for words in ({"final_states": "each"}, {"backward": True}, {"initial_state": True}, {"scale": True}, {"packed": True}):
@@ -157,21 +157,21 @@ def test_absent_is_not_asked_where_no_argument_may_be_left_out() -> None:
 
 
 @for_each("width", [64, 128])
-def test_recall_without_a_scale_is_asked_only_where_the_root_of_k_is_a_power_of_two(width: int) -> None:
+def test_recall_without_a_scale_runs_only_where_the_root_of_k_is_a_power_of_two(width: int) -> None:
     domain = Domain(key_dims=(width, width), value_dims=(width, width), scale=False)
-    asked = LAWS["recall"].needs(domain) is None
+    possible = LAWS["recall"].needs(domain) is None
 
     @settings(max_examples=10, phases=[Phase.generate])
     @given(example=LAWS["recall"].draw(domain))
     def run(example: Example) -> None:
         assert domain.outside(example.case) is None
 
-    if asked:
+    if possible:
         run()
-    assert asked == (width == 64)
+    assert possible == (width == 64)
 
 
-def test_laws_are_named_told_and_of_a_kind() -> None:
+def test_laws_have_a_name_a_sentence_and_a_kind() -> None:
     for name, law in LAWS.items():
         assert law.name == name
         assert law.kind in ("truth", "exact")
@@ -421,7 +421,7 @@ def test_expanded_view_repeats_the_first_along_one_axis(shape: tuple[int, ...]) 
 
 
 @given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), width=st.integers(0, 3))
-def test_band_is_as_wide_as_asked_on_every_side(shape: list[int], width: int) -> None:
+def test_band_has_the_given_width_on_every_side(shape: list[int], width: int) -> None:
     x = numbers(tuple(shape), torch.float32)
     got = banded(x, width)
     assert torch.equal(got, x)
@@ -447,7 +447,7 @@ REFUSED = {
 
 
 @for_each("name", REFUSED)
-def test_law_refuses_what_it_cannot_be_asked_in_one_line(name: str) -> None:
+def test_law_refuses_an_example_that_it_cannot_check_in_one_line(name: str) -> None:
     example, words = REFUSED[name]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         LAWS[name].accept(example)

@@ -454,7 +454,7 @@ SPINS, WAITS = dump([(KERNEL, "spin"), OUTERMOST]), dump([*REDUCE, (KERNEL, "run
 
 
 class Rank:
-    """A rank that does at given seconds after the question what it is told: answer, or be lost."""
+    """A rank that answers, or is lost, at given seconds after the question."""
 
     def __init__(
         self, *does: tuple[float, dict[str, Any] | WorkerLost], wrote: str = "", join: dict[str, Any] | None = None
@@ -720,7 +720,7 @@ def test_ranks_that_are_spent_do_not_answer_again(group: RankGroup) -> None:
     assert not {*before} & {*ranks_after("none")}
 
 
-def test_where_gdn_verify_failed_is_told_of_all_ranks() -> None:
+def test_the_place_where_gdn_verify_failed_is_reported_of_all_ranks() -> None:
     failed = Outcome(
         Verdict.UNKNOWN,
         reason="gdn-verify failed: RuntimeError: mixed",

@@ -110,7 +110,7 @@ def test_api_names_the_function_if_it_is_another_one() -> None:
 
 
 @for_each("api", ["tests.reach_library:gait", "no.such.module:gate", "math:sqrt"])
-def test_an_api_that_names_nothing_is_told_and_is_no_fault_of_the_implementation(api: str) -> None:
+def test_an_api_that_names_nothing_is_reported_and_is_no_fault_of_the_implementation(api: str) -> None:
     adapter = adapters.UnpassedOption()
     adapter.api = api  # type: ignore[misc]
     with recorder.recording() as reach, recorder.arguments(adapter):
@@ -217,7 +217,7 @@ def test_a_reach_comes_back_from_plain_data() -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-def test_the_size_of_a_reach_is_bounded_and_what_does_not_fit_is_told() -> None:
+def test_the_size_of_a_reach_is_bounded_and_what_does_not_fit_is_reported() -> None:
     reach = Reach()
     for number in range(2 * reaches.MOST_FUNCTIONS):
         reach.note_call(f"m:f{number}", {f"p{name}": Values({f"'{number}'"}) for name in range(2 * reaches.MOST_PARAMETERS)})

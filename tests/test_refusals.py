@@ -1,4 +1,4 @@
-"""Illegal input: our own contract refuses all of it, and what an implementation does is told apart."""
+"""Illegal input: our own contract refuses all of it, and the probe distinguishes what implementations do."""
 
 import os
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
 
 
 @for_each("name", OF_RULES)
-def test_probe_tells_refusing_from_silent(name: str) -> None:
+def test_probe_distinguishes_refused_and_silent(name: str) -> None:
     assert probe(Refuses(), name) == "refuses (TypeError)"
     assert probe(Silent(), name) == "returns numbers without an error"
     assert probe(Unpacked(), name).startswith("not run: ")
@@ -140,7 +140,7 @@ def test_probe_passes_the_options_of_the_domain() -> None:
 
 
 class FollowsANumber(Refuses):
-    """Raises what it was told about configurations, in place of a kernel that Triton would time for a minute."""
+    """Raises an error that names configurations, in place of a kernel that Triton would time for a minute."""
 
     def run(self, x: Inputs) -> Any:
         assert autotune._left_out == (("kernel", "BK=4"),)

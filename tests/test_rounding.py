@@ -333,29 +333,29 @@ def test_odd_runs_of_each_set_are_stratified() -> None:
 
 
 def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    computed = []
 
     def make(name: str, size: int) -> tuple[Tensor, Tensor]:
-        asked.append(name)
+        computed.append(name)
         return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
 
     monkeypatch.setattr(grids, "_cache_limit", lambda device: 2 * 8 * 100)
     get = grids.cached(make)
     for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
         assert len(get(name, size)[0]) == size
-    assert asked == ["small", "large", "large"], "what takes over an eighth is not kept"
+    assert computed == ["small", "large", "large"], "what takes over an eighth is not kept"
     for name in "abcdefgh":
         get(name, 12)
     get("h", 12)
     get("b", 12)
-    assert asked[3:] == list("abcdefgh"), "a hundred numbers are two small ones and eight of twelve: all but the first are there"
+    assert computed[3:] == list("abcdefgh"), "a hundred numbers are two small ones and eight of twelve: all but the first are there"
     get("small", 10)
-    assert asked[-1] == "small", "the first made is the first forgotten"
+    assert computed[-1] == "small", "the first made is the first forgotten"
     get("a", 12)
-    assert asked[-1] == "a"
+    assert computed[-1] == "a"
     get.clear()
     get("a", 12)
-    assert asked[-2:] == ["a", "a"]
+    assert computed[-2:] == ["a", "a"]
 
 
 def _start(place: str, run: int) -> int:

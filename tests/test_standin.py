@@ -436,7 +436,7 @@ except AdapterError as error:  # the rules above need none of it
 FIELDS = {"ranks": 4, "exchange_ranks": 8}  # smaller meshes
 TOKENS = {"recurrent": 12}  # at most: implementations that go token by token would take most of the time
 MOST = 70  # tokens of the others: a chunk of 64 and a part of a second, as of which more only take longer
-# One of each book is asked every law. The others are asked the laws whose calls differ from operation to operation.
+# One of each book runs under every law. The others run under the laws whose calls differ from operation to operation.
 EVERY = ("rule", "conv", "pool", "layer", PATH)
 SOME = (
     "oracle",
@@ -460,7 +460,7 @@ PAIRS = [
 
 
 def turn(example: Example) -> tuple[bool, bool, int]:
-    """Which case is asked first: one of 8 tokens or more with a backward, and of those the one with the fewest numbers."""
+    """Which case runs first: one of 8 tokens or more with a backward, and of those the one with the fewest numbers."""
     case = example.case
     size = case.tokens * math.prod(getattr(case, name, 1) for name in ("value_heads", "key_dim", "value_dim", "width"))
     return case.tokens < 8, not getattr(case, "backward", True), size
@@ -500,17 +500,17 @@ def test_right_code_holds_the_law_on_the_device(name: str, law: str, monkeypatch
     assert Verdict.HOLDS in {outcome.verdict for _, outcome in found}, "all cases are blind"
 
 
-def test_released_code_is_asked() -> None:
+def test_released_code_is_among_them() -> None:
     if LEFT_OUT:
         pytest.skip(LEFT_OUT)
     assert {name for name, _ in PAIRS} >= {*RELEASED}
 
 
-def test_every_law_of_every_book_is_asked_on_the_device() -> None:
-    asked = {(type(RIGHT[name].domain), law) for name, law in PAIRS}
+def test_every_law_of_every_book_runs_on_the_device() -> None:
+    pairs = {(type(RIGHT[name].domain), law) for name, law in PAIRS}
     for domain in {type(adapter.domain) for adapter in RIGHT.values()}:
         every = {law for adapter in RIGHT.values() if isinstance(adapter.domain, domain) for law in book_of(adapter.domain).laws}
-        assert {law for kind, law in asked if kind is domain} == every, domain
+        assert {law for kind, law in pairs if kind is domain} == every, domain
 
 
 # Mistakes of gdn-verify's own, none of which shows on a CPU

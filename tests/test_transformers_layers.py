@@ -94,9 +94,7 @@ def small(case: LayerCase) -> bool:
 
 @pytest.mark.parametrize("model", [*GDN, *KDA])
 @pytest.mark.slow
-def test_layer_holds_under_every_law_that_it_can_be_asked(
-    model: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_layer_holds_under_every_law_about_it(model: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     adapter_of(model)
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"transformers/{model}_layer", profile=Fewer("few", 2, large=False), seed=7)

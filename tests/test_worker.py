@@ -253,16 +253,16 @@ def test_stack_is_found_under_what_a_kernel_prints_after_it(worker: Worker) -> N
 def test_what_the_worker_started_outlives_the_question_where_it_is(
     kernels: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default of the signal that asks is to end a process, such as a compiler that the kernel waits for."""
+    """The default action of the signal for stacks is to end a process, such as a compiler that the kernel waits for."""
     monkeypatch.setenv("GDN_VERIFY_SIGN", str(tmp_path / "sign"))
     with Worker() as worker:
-        asked = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
-        asked.start()
+        thread = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
+        thread.start()
         compiler = int(written(tmp_path / "sign"))
         assert "go_wrong" in {frame.function for frame in frames(interrogate([worker])[0])}
         assert not gone([compiler], 0.5)
         worker.close()
-        asked.join()
+        thread.join()
     assert gone([compiler], 5.0)
 
 
@@ -364,7 +364,7 @@ def test_frames_are_those_of_the_current_thread_or_of_the_last_one() -> None:
 
 
 @pytest.mark.slow
-def test_worker_serves_what_it_is_told_in_the_environment_it_is_told(
+def test_worker_has_the_server_and_the_environment_of_its_arguments(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "served.py").write_text(
