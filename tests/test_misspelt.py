@@ -19,7 +19,7 @@ def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> None:
     load(f"{file}:K")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "message"),
     [
         ("    chunks = 32\n", "K has chunks = 32, which nothing reads; did you mean chunk?, or _chunks if it is a helper"),
@@ -55,7 +55,7 @@ def test_what_only_another_kind_of_adapter_has_is_refused(tmp_path: pathlib.Path
         loaded(tmp_path, "class K(PathAdapter):\n    folds = True\n    def run(self, x, place): ...\n", HEAD.rpartition("class")[0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "body",
     [
         f"    num_warps = 4\n    name = 'mine'\n    blocks = (16, 32)\n    experimental = True\n{RUN}",

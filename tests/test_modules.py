@@ -121,13 +121,9 @@ def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str)
             assert Run.parse(str(Run(law.name, "fla/conv", example))).example == example
 
 
-def test_laws_have_a_name_a_sentence_and_a_kind() -> None:
+def test_laws_are_about_the_operations_of_the_table_above() -> None:
     for name, law in MODULE_LAWS.items():
-        assert law.name == name
-        assert law.kind in ("truth", "exact")
-        assert len(law.says.split()) > 5 and not law.says.endswith(".")
         assert set(law.about) == {operation for operation in MODULES if name in CAN[operation]}
-    assert len({law.says for law in MODULE_LAWS.values()}) == len(MODULE_LAWS)
     assert set().union(*CAN.values()) == set(MODULE_LAWS)
 
 

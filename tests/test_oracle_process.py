@@ -236,7 +236,8 @@ def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None
     assert do(one, "compared", "layer")["here"] == 0
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@for_each(
     "rubbish",
     [
         "",
@@ -250,7 +251,6 @@ def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None
         '{"number": 0, "bytes": 99, "bounds": []}\n',
     ],
 )
-@pytest.mark.slow_after_first
 def test_rubbish_is_no_answer(one: RankGroup, rubbish: str) -> None:
     assert do(one, "misled", rubbish) == {"same": True, "ended": True}
 
@@ -376,7 +376,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
 # Where it helps
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("variables", "cores", "wanted"),
     [
         ({}, 64, 0),  # no rank

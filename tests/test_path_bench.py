@@ -235,8 +235,8 @@ def test_two_ranks_share_tensors_as_often_as_tokens_and_laws_about_exchanges_mos
     assert share < 1 / 4 if law in ("exchange", "round_trip", "fused", "traffic") else 2 / 5 < share < 3 / 5
 
 
-@pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("law", PATH_LAWS.values())
 def test_every_drawn_example_is_accepted_and_comes_back_from_its_line(law: object) -> None:
     assert isinstance(law, type(PATH_LAWS["parallel"]))
 

@@ -13,7 +13,7 @@ from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR, Normalis
 from oracles.operation import Inputs, gradient_name
 from oracles.tolerance.bound import truth
 from tests.judging import Implementation, Results
-from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, named, telling
+from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, telling
 from tests.pointwise_readings import WRONG
 from tests.together import for_each
 
@@ -74,8 +74,8 @@ def reach_of(name: str, x: Inputs) -> Results | None:
     return {"y": gated @ x.linear.abs().mT + (0.0 if x.bias is None else x.bias.abs())}
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("name", POINTWISE)
 def test_operation_is_its_formula(name: str) -> None:
     for seed in range(12):
         inputs, _ = drawn(name, seed, torch.float64)
@@ -89,8 +89,8 @@ OF_GRADIENTS = {"lost", "projected", "ungated"}
 FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and not OF_GRADIENTS & entry[3].keys()]
 
 
-@pytest.mark.parametrize(("name", "wrong", "implementation", "reading"), FORWARD, ids=named)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("name", "wrong", "implementation", "reading"), FORWARD)
 def test_wrong_reading_is_not_the_formula(name: str, wrong: str, implementation: Implementation, reading: dict[str, Any]) -> None:
     inputs, _ = telling(name, torch.float64)
     want = in_scalars(name, inputs)

@@ -36,8 +36,8 @@ def test_gradcheck_accepts_every_input(name: str) -> None:
     assert gradcheck(OPERATIONS[name], inputs)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
 def test_gradcheck_rejects_a_wrong_backward(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, (inputs, _) = OPERATIONS[name], telling(name, torch.float64)
     tokens = [port.name for port in operation.inputs if port.axes.startswith("B T") and port.name in inputs]

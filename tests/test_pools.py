@@ -194,8 +194,8 @@ def test_block_reaches_the_inputs_and_changes_nothing_else() -> None:
                 assert torch.equal(inputs[name].contiguous().view(torch.uint8), whole[name].contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("law", POOL_LAWS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("law", POOL_LAWS)
 def test_cases_with_a_choice_of_blocks_are_the_same_but_for_the_block(law: str) -> None:
     choosing, default = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
 

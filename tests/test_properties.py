@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.operation import DTYPES
+from properties.books import BOOKS
 from properties.laws.common import banded, view
 from properties.rules.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
 from properties.rules.domain import Domain
@@ -171,13 +172,14 @@ def test_recall_without_a_scale_runs_only_where_the_root_of_k_is_a_power_of_two(
     assert possible == (width == 64)
 
 
-def test_laws_have_a_name_a_sentence_and_a_kind() -> None:
-    for name, law in LAWS.items():
-        assert law.name == name
-        assert law.kind in ("truth", "exact")
-        assert len(law.says.split()) > 5
-        assert not law.says.endswith(".")
-    assert len({law.says for law in LAWS.values()}) == len(LAWS)
+def test_laws_of_every_book_have_a_name_a_sentence_and_a_kind() -> None:
+    for book in BOOKS:
+        for name, law in book.laws.items():
+            assert law.name == name
+            assert law.kind in ("truth", "exact")
+            assert len(law.says.split()) > 5, law.says
+            assert not law.says.endswith(".")
+        assert len({law.says for law in book.laws.values()}) == len(book.laws)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from properties.words.example import Example
 from tests.alone import told
 from tests.answering import Answering
 from tests.test_pytest_plugin import ASKS, Suite
+from tests.together import for_each
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli.pytest_plugin import LawItem
@@ -92,7 +93,7 @@ STRANGE = (
 )
 
 
-@pytest.mark.parametrize("strange", STRANGE, ids=range(len(STRANGE)))
+@for_each("strange", STRANGE)
 def test_a_line_that_is_no_run_costs_one_line_of_warning_and_stays_where_it_is(tmp_path: pathlib.Path, strange: bytes) -> None:
     good = str(run()).encode()
     (tmp_path / FILE).write_bytes(good + b"\n\n" + strange + b"\n")
@@ -128,7 +129,7 @@ def test_no_bytes_that_a_file_may_hold_raise(tmp_path: pathlib.Path) -> None:
         assert examples.of(RIGHT, "oracle")[0] == run(length=9)
 
 
-@pytest.mark.parametrize("where", ["file/below", "loop", "/proc/gdn-verify"])
+@for_each("where", ["file/below", "loop", "/proc/gdn-verify"])
 def test_a_folder_that_cannot_be_used_is_said_once_and_stops_nothing(tmp_path: pathlib.Path, where: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -19,9 +19,9 @@ from tests.roundings import arithmetic
 from tests.together import for_each
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("dtype", ["bf16", "fp16", "fp32"])
+@for_each("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
 def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes: tuple[int, ...]) -> None:
     words = f"lengths=40+40 heads=2 value_heads=2 key_dim=8 value_dim=4 state=random dtype={dtype} gate=64"
     case = Case.parse(words)

@@ -311,8 +311,8 @@ class Launches(TorchFunctionMode):
         return out
 
 
-@pytest.mark.parametrize("packed", ["yes", "no"])
-@pytest.mark.parametrize("values", VALUES)
+@for_each("packed", ["yes", "no"])
+@for_each("values", VALUES)
 @pytest.mark.slow
 def test_device_mixes_once_a_call_and_is_sent_offsets_and_repeated_tokens_only(values: str, packed: str) -> None:
     """Of ordinary values every gate with every beta, in and outside of the kernel; of others each of these once."""

@@ -271,8 +271,8 @@ def test_flaky_failure_ends() -> None:
     assert shrunk.runs == len(log.tried)
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("law", LAWS.values())
 def test_shrinking_tries_only_examples_that_the_law_accepts(law: Law) -> None:
     seen: list[Example] = []
 

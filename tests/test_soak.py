@@ -275,7 +275,7 @@ def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
     return (code, *capfd.readouterr())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "name"),
     [
         ((), "adapter"),

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from tests.together import for_each
 from verify.findings.store import Store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -112,7 +113,7 @@ def everything(store: Store) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("folder", ["file/below", "/proc/gdn-verify", "loop"])
+@for_each("folder", ["file/below", "/proc/gdn-verify", "loop"])
 def test_folder_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: pathlib.Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -669,7 +669,7 @@ class Bare(Engine):
         raise KeyError(request)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("trace", "wrong", "finding"),
     [
         ("p:a1", {"states": torch.zeros(3, 1, 8, 16)}, "states: has slots of shape (1, 8, 16), must have (1, 16, 8)"),

@@ -390,7 +390,7 @@ def test_a_table_that_cannot_be_written_is_no_success(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
+@for_each(
     ("words", "message"),
     [
         (["Unicorn"], "unknown animal 'zoo/Unicorn': the nearest in the zoo are "),

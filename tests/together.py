@@ -1,8 +1,9 @@
 """One test for many values: it fails with the list of the values that are wrong."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[C
     """Run a quick test with each of the values, as one test. With a tuple of names, each value is a tuple.
 
     This is `pytest.mark.parametrize` for values that take no time: one mistake gives one red test, with a line for each wrong
-    value. All values share the test's fixtures.
+    value. All values share the test's fixtures, but each has a folder of its own for `tmp_path`, and what it patches by
+    `monkeypatch` is as before for the next.
     """
     words = (names,) if isinstance(names, str) else names
     rows = [dict(zip(words, (value,) if isinstance(names, str) else value, strict=True)) for value in values]
@@ -23,9 +25,10 @@ def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[C
         @functools.wraps(test)
         def together(**fixtures: Any) -> None:
             faults = dict[str, BaseException]()
-            for row in rows:
+            for number, row in enumerate(rows):
                 try:
-                    test(**row, **fixtures)
+                    with _afresh(fixtures, number) as own:
+                        test(**row, **own)
                 except (Exception, pytest.fail.Exception) as fault:
                     faults[", ".join(f"{name}={repr(value)[:100]}" for name, value in row.items())] = fault
             if faults:
@@ -38,3 +41,17 @@ def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[C
         return together
 
     return decorate
+
+
+@contextlib.contextmanager
+def _afresh(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """The fixtures for one value."""
+    own = dict(fixtures)
+    if "tmp_path" in own:
+        own["tmp_path"] = fixtures["tmp_path"] / str(number)
+        own["tmp_path"].mkdir()
+    if "monkeypatch" not in own:
+        yield own
+        return
+    with fixtures["monkeypatch"].context() as own["monkeypatch"]:
+        yield own
