@@ -16,7 +16,7 @@ from torch import Tensor
 from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES, Inputs
 from oracles.tolerance.bound import truth
-from properties.modules.case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
+from properties.modules.case import _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
 from properties.modules.domain import ModuleDomain, module_cases
 from tests.test_rule_case import mixed, signed
 from tests.together import for_each
@@ -346,7 +346,7 @@ def test_every_word_that_not_all_operations_have_is_refused_where_it_is_not() ->
     }
     other |= {"allow_neg_eigval": True, "offsets": "int32"}
     other |= {"residual": "added", "gating": "sigmoid", "lower_bound": "-5", "parameter_dtype": "input"}
-    assert set(other) == set(_OF)
+    assert set(other) == {name for operation in MODULES for name in words_of(operation)}
     for operation, (name, value) in itertools.product(MODULES, other.items()):
         if name in words_of(operation):
             assert getattr(ModuleCase((4,), operation, **{name: value}), name) == value  # type: ignore[arg-type]
