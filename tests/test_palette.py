@@ -120,35 +120,12 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    ("oracle", 0): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=3 key_dim=160 "
-    "value_dim=40 dtype=fp16 gate=64 values=correlated state=random scale=half offsets=int32 "
-    "seed=41444",
-    ("oracle", 1): "at=None variant=None lengths=128+128 value_heads=3 key_dim=32 value_dim=24 dtype=bf16 "
-    "gate=edges beta=zero values=zero_rows state=random seed=18708",
-    ("cut", 0): "at=64 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=1000 "
-    "state=random qk_norm=yes seed=43279",
-    ("packed", 0): "at=1 variant=None lengths=16+63+31 packed=yes value_heads=2 key_dim=24 value_dim=24 "
-    "values=zero_rows qk_norm=yes offsets=int32 seed=46372",
-    ("recall", 2): "at=None variant=None lengths=24+24 heads=2 value_heads=4 key_dim=7 value_dim=7 dtype=bf16 "
-    "beta=one values=one_hot state=zero scale=one backward=no seed=44122",
-    ("heads", 0): "at=1 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=64 beta=one "
-    "values=correlated state=random qk_norm=yes seed=43279",
-}
-BEFORE_ALL = {
-    "everything": (Domain(), "e2451d011ef8fbd016e2c80f353caf9e8a2cec306c904e0f991ee95fa2318d4c"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "3d3ba7ab980e7a604233cb451ada35d4293cd674d207555d2d1bc7841da16667"),
-    "the delta rule": (
-        Domain(operation="delta_rule", width_step=16, empty=False),
-        "d533729a3737ca91c1e3af4f55ebf52623cc7e119f24dc010592c66c97395b9f",
-    ),
-    "narrow": (NARROW, "df4b0cb6f823fb493a0ad9060e8d1fb9aebf43491a54d4501af0b1ba9e35f120"),
+    "everything": (Domain(), "e2451d011ef8fbd0"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "3d3ba7ab980e7a60"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "d533729a3737ca91"),
+    "narrow": (NARROW, "df4b0cb6f823fb49"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
-
-
-@for_each(("law", "seed"), BEFORE)
-def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, seed: int) -> None:
-    assert text(plainly(LAWS[law].draw(Domain()), 1000 * seed, 1)) == BEFORE[law, seed] + "\n"
 
 
 @pytest.mark.slow
@@ -161,13 +138,13 @@ def test_some_wide_keys_and_values_do_not_fill_their_last_block() -> None:
     assert {case.key_dim for case in step} & {*UNEVEN} == {200}
 
 
-@pytest.mark.parametrize("name", BEFORE_ALL)
+@pytest.mark.parametrize("name", BEFORE)
 @pytest.mark.slow_after_first
 def test_without_reach_no_bit_of_any_draw_has_moved(name: str) -> None:
-    domain, digest = BEFORE_ALL[name]
+    domain, digest = BEFORE[name]
     laws = [LAWS[law] for law in OLD_LAWS if LAWS[law].needs(domain) is None]
     drawn = "".join(text(plainly(law.draw(domain), 100_000, 5)) for law in laws)
-    assert hashlib.sha256(drawn.encode()).hexdigest() == digest
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == digest
 
 
 @pytest.mark.slow
