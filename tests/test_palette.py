@@ -734,7 +734,7 @@ def kernels(elsewhere: dict[str, Any]) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("adapter", COMPILED)
+@for_each("adapter", COMPILED)
 @pytest.mark.slow
 def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
@@ -746,7 +746,7 @@ def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[
         assert sets[index] == sets[0], f"{variant} compiles {sorted(sets[index] ^ sets[0])}"
 
 
-@pytest.mark.parametrize("adapter", COMPILED)
+@for_each("adapter", COMPILED)
 def test_words_of_the_key_are_those_that_compile_other_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
     lines, sets = lines_of(adapter), kernels[adapter]
