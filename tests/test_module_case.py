@@ -224,7 +224,7 @@ def test_every_case_with_short_states_is_a_legal_call(data: st.DataObject) -> No
     case = data.draw(module_cases(domain, longest=20, total=30, oldest=(True, False)))
     assert ModuleCase.parse(str(case)) == case
     assert domain.outside(case) is None
-    assert ModuleDomain().outside(case) == "state_columns=W-1: states have W columns"
+    assert ModuleDomain().outside(case) == "state_columns=W-1 is not W"
     case.spec.check(case.inputs())
     outputs = truth(case.spec, case.inputs())
     assert all(x.shape == outputs[name].shape for name, x in case.cotangents().items())

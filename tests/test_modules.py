@@ -208,7 +208,7 @@ def test_cases_reach_what_finds_defects() -> None:
         (
             ModuleDomain(state_columns="W-1"),
             "lengths=5 op=causal_conv1d",
-            "state_columns=W: states have W-1 columns",
+            "state_columns=W is not W-1",
         ),
         (ModuleDomain(backward=False), "lengths=5 op=causal_conv1d", "backward=yes is not supported"),
         (
