@@ -323,8 +323,8 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain, lacking: dict[st
 @for_each(
     ("domain", "line", "reason"),
     [
-        (STEPS, "lengths=2", "lengths=2: more than 1 tokens a request are not supported"),
-        (STEPS, "lengths=1+1 padded=some", "padding_slot=-1 is not among 0"),
+        (STEPS, "lengths=2 indices=int32", "lengths=2: more than 1 tokens a request are not supported"),
+        (STEPS, "lengths=1+1 padded=some indices=int32", "padding_slot=-1 is not among 0"),
         (ALONE, "lengths=1+1 padded=some", "padding_slot=-1 is not among any"),
         (STEPS, "lengths=1", "indices=int64 is not among int32"),
         (STEPS, "lengths=1 indices=int32 fresh=all", "fresh=all: starting from zeros is not supported"),
