@@ -8,6 +8,7 @@ the domain must draw an example that it accepts and that lies inside the domain.
 
 import collections
 import dataclasses
+import json
 import random
 import sys
 import time
@@ -46,6 +47,7 @@ from properties.traces.domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
 from properties.words.domain import LARGEST, Drawing
 from properties.words.example import Example
 from verify.engine.drawing import seeded
+from verify.execution.line import Run
 
 Draw = Callable[[random.Random], Any]
 
@@ -230,14 +232,19 @@ def laws_of(domain: Any) -> Iterator[Law]:
 
 
 def faults(domain: Any, seed: int, count: int = 1) -> dict[str, str]:
-    """For each law that cannot draw `count` examples inside the domain, what goes wrong."""
+    """For each law that cannot draw `count` examples inside the domain which it accepts, also from their lines, what goes wrong."""
     found: dict[str, str] = {}
+    if type(domain).from_json(json.loads(json.dumps(domain.to_json()))) != domain:
+        found["to_json"] = "another domain comes back from its data"
     for law in laws_of(domain):
         examples = list[Example]()
         try:
             seeded(law.draw(domain), seed, count, examples.append)
+            assert len(examples) == count
             for example in examples:
                 law.accept(example)
+                run = Run(law.name, "fla/chunk", example)
+                assert Run.parse(str(run)) == run
         except Exception as error:
             found[law.name] = f"{type(error).__name__}: {error}"
         reasons = [law.within(domain).outside(example.case) or law.outside(domain, example) for example in examples]

@@ -20,6 +20,7 @@ from oracles.flops import training_flops
 from oracles.layer import Layer
 from properties.paths.case import ParallelCase
 from tests.downloads import OPTION, folder_of_megatron, lacking_megatron
+from tests.together import for_each
 from verify.adapters.interface import Unavailable
 from verify.adapters.megatron import LIBRARY, MegatronLayer
 from verify.adapters.megatron_norm import MegatronNormInKernel
@@ -42,15 +43,15 @@ OFF = Finding("y", FailureKind.OFF, "is off by more than rounding explains", row
 HELD = Outcome(Verdict.HOLDS, rows=9, ratios={"y": 0.25})
 
 
-class Told(Releases):
-    """Releases that answer what they are told to, in place of processes."""
+class Replies(Releases):
+    """Releases with prepared answers, in place of processes."""
 
     def __init__(self, device: str = "cpu", **answers: Callable[..., Answer]) -> None:
         super().__init__({version: f"/{version}" for version in (LIBRARY.version, *LIBRARY.others)}, device)
-        self.answers, self.asked = answers, list[tuple[str, str, int]]()
+        self.answers, self.questions = answers, list[tuple[str, str, int]]()
 
     def ask(self, version: str, ask: str, *, ranks: int = 0, **words: object) -> Answer:
-        self.asked.append((version, ask, ranks))
+        self.questions.append((version, ask, ranks))
         return self.answers[ask](version, **words)
 
 
@@ -65,7 +66,7 @@ def choices(version: str, adapter: str) -> Answer:
 # Verdicts
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outcomes", "verdict", "words"),
     [
         ([HELD, dataclasses.replace(HELD, ratios={"y": 0.5})], RIGHT, "largest error 0.500 of what rounding allows, 2 cases"),
@@ -87,7 +88,7 @@ def test_no_lines_decide_nothing() -> None:
     assert claims.judged([], []) == Judged(UNDECIDED, "0 of 0 cases were run", "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ratio", "verdict"),
     [
         (Spread(1.3, 1.2, 1.4, 9), RIGHT),
@@ -122,8 +123,8 @@ def test_a_row_says_which_release_is_wrong_and_how_to_repeat_it() -> None:
     def results(version: str, line: str) -> Answer:
         return {"results": [{"y": [1.0]}]}
 
-    told = Told(choices=choices, outcomes=outcomes, results=results)
-    row = claims.same(bench(told), 3040, "results", "the same", ("0.17.1", "0.18.2"), ["law=parallel tp=1 lengths=3"])
+    replies = Replies(choices=choices, outcomes=outcomes, results=results)
+    row = claims.same(bench(replies), 3040, "results", "the same", ("0.17.1", "0.18.2"), ["law=parallel tp=1 lengths=3"])
     assert (row.verdict, row.broken, row.size) == (WRONG, True, "1 case")
     assert row.measured == (
         "0.17.1: largest error 0.250 of what rounding allows, 1 case; 0.18.2: y is off by more than rounding explains; "
@@ -131,17 +132,17 @@ def test_a_row_says_which_release_is_wrong_and_how_to_repeat_it() -> None:
     )
     line = f"law=parallel adapter={LAYER} tp=1 lengths=3 conv=torch rule=fla"
     assert row.repeat == f'gdn-verify repeat "{line}" --path /0.18.2'
-    right = claims.same(bench(told), 3040, "results", "the same", ("0.17.1", "0.19.2"), ["law=parallel tp=1 lengths=3"])
+    right = claims.same(bench(replies), 3040, "results", "the same", ("0.17.1", "0.19.2"), ["law=parallel tp=1 lengths=3"])
     assert right.verdict == RIGHT
 
 
 def test_lines_on_a_gpu_name_it_unless_ranks_have_one_each() -> None:
-    told = bench(Told("cuda", choices=choices))
+    replies = bench(Replies("cuda", choices=choices))
     words = "law=parallel tp=1 lengths=3"
     end = "tp=1 lengths=3 conv=torch rule=fla"
-    assert told.line("0.19.2", LAYER, words) == f"law=parallel adapter={LAYER} device=cuda {end}"
-    assert told.line("0.19.2", LAYER, words, ranks=2) == f"law=parallel adapter={LAYER} {end}"
-    assert told.line("0.19.2", claims.EXCHANGE, words) == f"law=parallel adapter={claims.EXCHANGE} {end}"
+    assert replies.line("0.19.2", LAYER, words) == f"law=parallel adapter={LAYER} device=cuda {end}"
+    assert replies.line("0.19.2", LAYER, words, ranks=2) == f"law=parallel adapter={LAYER} {end}"
+    assert replies.line("0.19.2", claims.EXCHANGE, words) == f"law=parallel adapter={claims.EXCHANGE} {end}"
 
 
 # FLOPs
@@ -158,12 +159,12 @@ WIDE = Layer(hidden=5, heads=2, value_heads=6, key_dim=3, value_dim=4, conv_widt
 
 def test_a_formula_is_right_if_each_term_is_the_count() -> None:
     right = counted(WIDE, 8)
-    for told, verdicts in (
+    for replies, verdicts in (
         ({"0.17.1": {"transformer": right, "hybrid": right}}, {RIGHT}),
         ({"0.17.1": {"transformer": right, "hybrid": {name: 2 * value for name, value in right.items()}}}, {WRONG}),
         ({"0.17.1": {"transformer": right}, "0.19.2": {"hybrid": {**right, "rule": right["rule"] + 1}}}, {RIGHT, WRONG}),
     ):
-        rows = [*claims.formula_rows(told, WIDE, 8, "again")]
+        rows = [*claims.formula_rows(replies, WIDE, 8, "again")]
         assert {row.verdict for row in rows} == verdicts and [row.claim for row in rows] == [1989] * 3
     assert [row.verdict for row in rows] == [RIGHT, RIGHT, WRONG]
     assert "% of the layer" in rows[2].measured and rows[2].measured.startswith("the count, 1.0")
@@ -238,7 +239,7 @@ def test_qwen3_next_keeps_31_and_a_half_mib_less_at_4096_tokens() -> None:
     assert claims.memory_row(kept(2**26), kept(2**26 - 63 * 2**19), case, "again").verdict == RIGHT
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "after_ms", "verdict", "lacking"),
     [("cpu", 1.0, UNDECIDED, True), ("cuda", 1.0, RIGHT, False), ("cuda", 1.9, WRONG, False), ("cuda", 3.0, WRONG, False)],
 )
@@ -247,11 +248,11 @@ def test_releases_are_timed_in_turns(device: str, after_ms: float, verdict: str,
         ms = 2.0 if version == "0.17.1" else after_ms
         return {"ahead": [ms] * calls, "back": [3 * ms] * calls}
 
-    told = Told(device, choices=choices, time=time)
-    here = bench(told, effort=Effort(budget_s=0.0, least=3, most=9, warm=2))
+    replies = Replies(device, choices=choices, time=time)
+    here = bench(replies, effort=Effort(budget_s=0.0, least=3, most=9, warm=2))
     gains = {"forward": ("1.2", 1.2), "backward": ("1.2", 1.2)}
     rows = [*claims.faster(here, 3040, "time", claims.timed(here, (32,)), ("0.17.1", "0.18.2"), gains)]
-    turns = [version for version, ask, _ in told.asked if ask == "time"]
+    turns = [version for version, ask, _ in replies.questions if ask == "time"]
     assert turns == ["0.17.1", "0.18.2", "0.17.1", "0.18.2", "0.18.2", "0.17.1", "0.17.1", "0.18.2"]
     assert [(row.verdict, row.lacking) for row in rows] == [(verdict, lacking)] * 2
     assert [row.before for row in rows] == [Spread(2.0, 2.0, 2.0, 3), Spread(6.0, 6.0, 6.0, 3)]
@@ -261,7 +262,7 @@ def test_releases_are_timed_in_turns(device: str, after_ms: float, verdict: str,
 
 
 def test_ranks_without_gpus_are_no_failure() -> None:
-    here = bench(Told("cuda"), gpus=1, extent=dataclasses.replace(INTERPRETED, ranks=(2,)))
+    here = bench(Replies("cuda"), gpus=1, extent=dataclasses.replace(INTERPRETED, ranks=(2,)))
     (last,) = claims.exchanged_over_ranks(here)
     assert (last.measured, last.verdict, last.lacking) == ("it needs 2 GPUs, there is 1", UNDECIDED, True)
 
@@ -272,7 +273,7 @@ def test_a_process_that_cannot_answer_is_a_row_with_its_reason(monkeypatch: pyte
         raise Unanswered("0.18.2: hung: rank 1 hung")
 
     monkeypatch.setitem(claims.PULL_REQUESTS, 3040, (fails, fails))
-    rows = [*claims.attempted(3040, bench(Told()))]
+    rows = [*claims.attempted(3040, bench(Replies()))]
     assert [row.verdict for row in rows] == [RIGHT, UNDECIDED] * 2 and rows[1].reason == "0.18.2: hung: rank 1 hung"
     assert command.exit_code(rows) == exits.UNDECIDED
 
@@ -283,7 +284,7 @@ def test_a_process_that_cannot_answer_is_a_row_with_its_reason(monkeypatch: pyte
 ROW = Ruling(1989, "one", verdict=RIGHT, repeat="gdn-verify repeat x")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rows", "code"),
     [
         ([ROW], exits.HOLDS),
@@ -404,7 +405,7 @@ def test_an_interrupted_run_prints_what_it_has(
 
 def test_a_gpu_gets_the_sizes_of_a_model() -> None:
     for device, quick, extent in (("cpu", False, INTERPRETED), ("cuda", True, claims.QUICKLY), ("cuda", False, claims.ON_GPUS)):
-        assert command.bench_of(Told(device), print, "", quick=quick).extent == extent
+        assert command.bench_of(Replies(device), print, "", quick=quick).extent == extent
 
 
 # Releases, right and wrong

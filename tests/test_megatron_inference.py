@@ -58,7 +58,7 @@ def written(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def asked(worker: Worker, line: str) -> Outcome:
+def outcome_of(worker: Worker, line: str) -> Outcome:
     """The outcome of a line."""
     return Outcome.from_json(worker.ask(RunOne(line)))
 
@@ -92,7 +92,7 @@ class SlotsOfOthers(megatron_inference.MegatronInference):
 
 @pytest.mark.parametrize("line", LINES)
 def test_megatrons_inference_holds(worker: Worker, line: str) -> None:
-    outcome = asked(worker, f"{line} adapter=megatron/inference")
+    outcome = outcome_of(worker, f"{line} adapter=megatron/inference")
     assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.findings)
     assert outcome.rows > 0
 
@@ -100,7 +100,7 @@ def test_megatrons_inference_holds(worker: Worker, line: str) -> None:
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("kind", "output"), [(WindowsLost, "conv_state"), (SlotsOfOthers, "final_state")])
 def test_what_is_wrong_in_the_slots_is_seen(worker: Worker, line: str, kind: type, output: str) -> None:
-    outcome = asked(worker, f"{line} adapter={__file__}:{kind.__name__}")
+    outcome = outcome_of(worker, f"{line} adapter={__file__}:{kind.__name__}")
     assert outcome.verdict is Verdict.BROKEN, outcome.reason
     assert any(finding.output.startswith(output) for finding in outcome.findings if finding.rows), outcome.findings
 

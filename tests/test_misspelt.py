@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from properties.books import BOOKS, Book
+from tests.together import for_each
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 
@@ -18,7 +19,7 @@ def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> None:
     load(f"{file}:K")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "message"),
     [
         ("    chunks = 32\n", "K has chunks = 32; did you mean chunk?, or _chunks if it is a helper"),
@@ -54,7 +55,7 @@ def test_what_only_another_kind_of_adapter_has_is_refused(tmp_path: pathlib.Path
         loaded(tmp_path, "class K(PathAdapter):\n    folds = True\n    def run(self, x, place): ...\n", HEAD.rpartition("class")[0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "body",
     [
         f"    num_warps = 4\n    name = 'mine'\n    blocks = (16, 32)\n    experimental = True\n{RUN}",
@@ -72,13 +73,13 @@ def test_what_an_author_adds_for_the_kernel_is_not_refused(body: str, tmp_path: 
     loaded(tmp_path, body)
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+@for_each("book", BOOKS)
 def test_a_misspelt_field_of_a_domain_is_refused_with_the_nearest(book: Book) -> None:
     with pytest.raises(
         TypeError, match=rf"{book.domain.__name__} has no field 'operatoin' \(did you mean operation\?\); there are "
     ):
         book.domain(operatoin="x")
-    with pytest.raises(TypeError, match=r"has no field 'colour'; there are operation"):
+    with pytest.raises(TypeError, match=r"has no field 'colour'; there are drawing, operation"):
         book.domain(colour="red")
     assert book.domain() == book.domain(operation=book.domain().operation)
 

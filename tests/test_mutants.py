@@ -79,6 +79,6 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
     assert {kill.law for kills in KILLED_BY.values() for kill in kills} == set(LAWS) - {"history"}  # tests/test_histories.py
 
 
-def test_every_mutant_tells_its_story() -> None:
+def test_every_mutant_has_a_story() -> None:
     for mutant in KILLED_BY:
         assert mutant.__doc__ and mutant.__doc__ != rules.Chunkwise.__doc__

@@ -13,6 +13,7 @@ import pytest
 
 from tests.alone import told
 from tests.needs import need
+from tests.together import for_each
 from verify.execution.line import Run
 from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
@@ -118,7 +119,7 @@ def test_edits_are_python_that_differs_and_none_is_made_twice() -> None:
     assert {edit.operator for edit in toy_edits} <= set(OPERATORS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "operator"),
     [(8, "constant"), (9, "sign"), (14, "operands"), (21, "cast"), (11, "axis"), (20, "constant")],
 )
@@ -130,7 +131,7 @@ def test_pointer_keeps_its_base() -> None:
     assert not [edit for edit in edits(TOY) if "tl.load((i_t * 2)" in edit.of(TOY)]
 
 
-@pytest.mark.parametrize("source", ["x = 1\n", "def f(): pass\ndef g(): pass\n", "class A: pass\n"])
+@for_each("source", ["x = 1\n", "def f(): pass\ndef g(): pass\n", "class A: pass\n"])
 def test_edits_of_what_is_no_function_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match="source must be one function, got"):
         edits(source)
@@ -244,7 +245,7 @@ def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytes
     assert left_out([]) == []
 
 
-def test_summary_counts_and_tells_crashes_apart() -> None:
+def test_summary_counts_crashes_apart() -> None:
     mutants = mutants_of(TOY)
     fates = [
         Fate(mutants[0], "killed", "oracle", "is not finite", cases=1, seconds=1.0),
@@ -455,7 +456,7 @@ def test_offset_of_32_bits_is_killed_by_a_launch_that_cannot_be_repeated(toys: T
     assert all((fate["law"], fate["differed"]) == ("strides", 0) and "variant=far_" in fate["run"] for fate in killed)
 
 
-def test_statement_that_no_call_runs_is_not_asked_about(toys: Toys) -> None:
+def test_statement_that_no_call_runs_has_no_mutant(toys: Toys) -> None:
     never = [fate for fate in toys.fates if "b * 3.0" in fate["diff"]]
     never += [toys.fate(f"b = {dead} if NEVER else b * 1.0") for dead in ("b", "5.0", "b * 1.0")]
     assert len(never) == 6 and all(fate["state"] == "uncovered" for fate in never)
@@ -477,9 +478,9 @@ def test_usage_that_cannot_be_is_refused(toys: Toys) -> None:
     assert "adapter gdn/layer is a path that ranks share" in toys.errors
 
 
-def test_some_are_asked_about_alone(toys: Toys) -> None:
-    asked = re.search(r"; (\d+) are checked", toys.outputs[4])
-    assert asked is not None and int(asked[1]) == 2
+def test_some_are_computed_alone(toys: Toys) -> None:
+    checked = re.search(r"; (\d+) are checked", toys.outputs[4])
+    assert checked is not None and int(checked[1]) == 2
 
 
 SMALL = """
@@ -507,7 +508,7 @@ def test_mutants_of_released_kernels_are_killed(tmp_path: pathlib.Path) -> None:
     command = ["small.py:Small", "--grep", "|".join(f"(?:{edit})" for edit in wanted), "--json", "fla.jsonl", "--profile", "least"]
     (code,), (output,), errors = drive(command, folder=tmp_path)
     fates = [json.loads(line) for line in (tmp_path / "fla.jsonl").read_text(encoding="utf-8").splitlines()]
-    asked = [fate for fate in fates if fate["state"] != "uncovered"]
-    assert len(asked) == 3, output
+    covered = [fate for fate in fates if fate["state"] != "uncovered"]
+    assert len(covered) == 3, output
     assert code == 0, (output, errors)
-    assert {fate["state"] for fate in asked} == {"killed"} and {fate["law"] for fate in asked} == {"oracle"}
+    assert {fate["state"] for fate in covered} == {"killed"} and {fate["law"] for fate in covered} == {"oracle"}

@@ -63,12 +63,12 @@ def answer(_: dict[str, Any]) -> dict[str, Any]:
         data = bits.astype(np.uint64 if dtype.is_ptr() else interpreter._get_np_dtype(dtype))
         return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
 
-    def told(x: Any) -> Any:
+    def plain(x: Any) -> Any:
         return str(x.type), str(x.handle.dtype), str(x.handle.data.dtype), x.handle.data.shape, x.handle.data.tobytes()
 
     def outcome(way: Any, *arguments: Any) -> Any:
         try:
-            return [told(operand) for operand in way(semantic, *arguments)]
+            return [plain(operand) for operand in way(semantic, *arguments)]
         except Exception as error:
             return type(error).__name__, str(error)
 
@@ -137,11 +137,11 @@ def answer(_: dict[str, Any]) -> dict[str, Any]:
         "short": len(every) - longer / 2,
         "differ": [str(meeting) for meeting, one, other in zip(every, got, want, strict=True) if one != other][:5],
         "wrong": {name: differences(way) for name, way in faults()},
-        "operators": dict(_operators(interpreter, tl, operand_of, told)),
+        "operators": dict(_operators(interpreter, tl, operand_of, plain)),
     }
 
 
-def _operators(interpreter: Any, tl: Any, tensor_of: Any, told: Any) -> Iterator[tuple[str, bool]]:
+def _operators(interpreter: Any, tl: Any, tensor_of: Any, plain: Any) -> Iterator[tuple[str, bool]]:
     """Each operator, forwards and backwards, beside the operation of Triton's that it stands for."""
     semantic = interpreter.interpreter_semantic
     called = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"}
@@ -154,4 +154,4 @@ def _operators(interpreter: Any, tl: Any, tensor_of: Any, told: Any) -> Iterator
             forms = {f"__{name}__": (one, number)} | ({} if name in called else {f"__r{name}__": (number, one)})
             for form, pair in forms.items():
                 want = meet(*(semantic.to_tensor(operand) if name in called else operand for operand in pair), *more)
-                yield f"{form} {type(other).__name__}", told(getattr(one, form)(other)) == told(want)
+                yield f"{form} {type(other).__name__}", plain(getattr(one, form)(other)) == plain(want)

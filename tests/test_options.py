@@ -30,6 +30,7 @@ from properties.words import options
 from properties.words.example import Example
 from tests import wrong_options as wrong
 from tests.right import Captured
+from tests.together import for_each
 from verify.adapters import loader
 from verify.adapters.registry import BUILT_IN
 from verify.engine.drawing import seeded
@@ -51,7 +52,7 @@ def test_options_of_a_line_come_back() -> None:
     assert options.all_values(ORDER, "mode:c") == {"order": "kv", "mode": "c"}
 
 
-@pytest.mark.parametrize("text", ["vk", "order:", ":vk", "order:vk,order:kv", "or-der:vk", "order:vk,"])
+@for_each("text", ["vk", "order:", ":vk", "order:vk,order:kv", "or-der:vk", "order:vk,"])
 def test_options_of_another_form_are_refused(text: str) -> None:
     for parse in (Case.parse, LayerCase.parse, PoolCase.parse):
         with pytest.raises(ValueError, match="options must be none, or name:value joined by commas"):
@@ -60,7 +61,7 @@ def test_options_of_another_form_are_refused(text: str) -> None:
         ModuleCase.parse(f"lengths=3 op=l2norm options={text}")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("declared", "exact", "match"),
     [
         ((("order", ("kv",)),), (), "two values or more for order"),
@@ -84,7 +85,9 @@ def test_declared_options_of_another_form_are_refused(declared: Any, exact: Any,
 def test_only_domains_whose_laws_compare_bits_have_exact_options() -> None:
     for kind in KINDS:
         domain = kind(options=ORDER)
-        assert hasattr(domain, "exact_options") is ("options" in getattr(book_of(domain).laws.get("absent"), "variants", ()))
+        assert ("exact_options" in {field.name for field in dataclasses.fields(domain)}) is (
+            "options" in getattr(book_of(domain).laws.get("absent"), "variants", ())
+        )
 
 
 def test_a_case_with_an_option_that_the_domain_lacks_is_outside() -> None:
@@ -210,7 +213,7 @@ def test_options_shrink_one_by_one() -> None:
 # Words that exclude each other
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "match"),
     [
         ("left_out=gate gate=64", "needs a rule with a gate, gate=forever"),
@@ -231,7 +234,7 @@ def test_words_that_exclude_each_other_are_refused(words: str, match: str) -> No
         Case.parse(f"lengths=3 {words}")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "match"),
     [
         ({"operation": "delta_rule", "left_out": ("none", "gate")}, "left_out must be none or beta for delta_rule"),

@@ -23,6 +23,7 @@ from properties.paths.case import ParallelCase
 from tests.commands import Command
 from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
+from tests.together import for_each
 from verify.adapters.gdn.adapter import GdnLayer
 from verify.bench import oracle_process
 from verify.bench.oracle_process import Beside, Work
@@ -74,7 +75,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return service.answer(question)
 
 
-def told() -> dict[str, Any]:
+def process_state() -> dict[str, Any]:
     """The process beside this one, if it is there, and what it has open."""
     pid = oracle_process._BESIDE[0].pid if oracle_process._BESIDE and oracle_process._BESIDE[0]._to >= 0 else 0
     return {"pid": pid, "open": sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) if pid else []}
@@ -83,7 +84,7 @@ def told() -> dict[str, Any]:
 def stopped() -> dict[str, Any]:
     """The process beside this one, which is stopped: it does not answer before a path has run."""
     os.kill(oracle_process._BESIDE[0].pid, signal.SIGSTOP)
-    return told()
+    return process_state()
 
 
 def bits(x: Tensor) -> tuple[Any, ...]:
@@ -104,12 +105,12 @@ def compared(*names: str, kind: str = "Beside") -> dict[str, Any]:
     beside = oracle_process._BESIDE[0] if kind == "Beside" else globals()[kind]()
     Work.bounds = lambda self: here.append(self) or computed(self)  # type: ignore[method-assign, func-returns-value]
     try:
-        asked = [beside.ask(work(name)) for name in names]
-        got = asked[-1]()
+        pending = [beside.ask(work(name)) for name in names]
+        got = pending[-1]()
         count, wanted = len(here), computed(work(names[-1]))
         alike = same(got, wanted)
         finer = alike and all(same({"": got[name].finer()}, {"": wanted[name].finer()}) for name in list(got)[:1])  # type: ignore[misc]
-        early = [same(late(), computed(work(name))) for late, name in zip(asked[:-1], names, strict=False)]
+        early = [same(late(), computed(work(name))) for late, name in zip(pending[:-1], names, strict=False)]
     finally:
         Work.bounds = computed  # type: ignore[method-assign]
         if kind != "Beside":
@@ -122,8 +123,8 @@ def refused(name: str) -> dict[str, Any]:
     try:
         oracle_process.ask(work(name))()
     except ValueError as error:
-        return {"raised": str(error), **told()}
-    return {"raised": "", **told()}
+        return {"raised": str(error), **process_state()}
+    return {"raised": "", **process_state()}
 
 
 @functools.cache
@@ -135,13 +136,13 @@ def bounds_of_layer() -> dict[str, Bound]:
 def misled(rubbish: str) -> dict[str, Any]:
     """The bounds, where a process has written this instead of its answer."""
     beside = Beside()
-    asked = beside.ask(work("layer"))
+    pending = beside.ask(work("layer"))
     source, to = os.pipe()
     os.write(to, rubbish.encode())
     os.close(to)
     beside._from.close()
     beside._from = open(source, "rb")  # noqa: SIM115 - the process beside closes it
-    return {"same": same(asked(), bounds_of_layer()), "ended": gone([beside.pid], 0.0) and beside._to < 0}
+    return {"same": same(pending(), bounds_of_layer()), "ended": gone([beside.pid], 0.0) and beside._to < 0}
 
 
 class NoNumbers(Beside):
@@ -153,7 +154,7 @@ class NoNumbers(Beside):
 
 
 DOES: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (told, stopped, compared, refused, misled)
+    function.__name__: function for function in (process_state, stopped, compared, refused, misled)
 }
 
 
@@ -228,14 +229,15 @@ def test_without_numbers_it_would_be(one: RankGroup) -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None:
-    before = do(one, "told")
+    before = do(one, "process_state")
     reply = do(one, "refused", "hopeless")
     assert reply.pop("raised").startswith("algorithm must be one of ")
     assert reply == before
     assert do(one, "compared", "layer")["here"] == 0
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@for_each(
     "rubbish",
     [
         "",
@@ -249,7 +251,6 @@ def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None
         '{"number": 0, "bytes": 99, "bounds": []}\n',
     ],
 )
-@pytest.mark.slow_after_first
 def test_rubbish_is_no_answer(one: RankGroup, rubbish: str) -> None:
     assert do(one, "misled", rubbish) == {"same": True, "ended": True}
 
@@ -259,7 +260,7 @@ def test_rubbish_is_no_answer(one: RankGroup, rubbish: str) -> None:
 
 def test_supervisor_hears_the_rank_alone(one: RankGroup) -> None:
     """Else it would not see the end of a rank whose pipe another process has, and would read two ranks' stacks as one's."""
-    assert do(one, "told")["open"] == [0, 1, 2]
+    assert do(one, "process_state")["open"] == [0, 1, 2]
     interrogate(one._seats)
     time.sleep(0.3)
     wrote = one._seats[0].words()
@@ -291,15 +292,15 @@ def test_hang_of_the_oracle_is_none_of_the_implementation(one: RankGroup, tmp_pa
 
 @pytest.mark.slow
 def test_killed_oracle_changes_no_verdict(one: RankGroup) -> None:
-    before = do(one, "told")["pid"]
+    before = do(one, "process_state")["pid"]
     assert before
     wanted = without_times(outcome(one, "Right", beside=False))
     assert wanted["verdict"] == "holds"
     assert without_times(outcome(one, "Right")) == wanted
-    assert do(one, "told")["pid"] == before
+    assert do(one, "process_state")["pid"] == before
     do(one, "stopped")
     assert without_times(outcome(one, "WithoutOracle")) == wanted
-    assert do(one, "told")["pid"] == 0
+    assert do(one, "process_state")["pid"] == 0
     assert without_times(outcome(one, "Right")) == wanted
     assert not pathlib.Path(f"/proc/{before}").exists()  # not even a zombie
 
@@ -332,7 +333,7 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
 def test_it_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(oracle_process.SWITCH, "1")
     with RankGroup(1, serves="tests.test_oracle_process:answer") as group:
-        pid = do(group, "told")["pid"]
+        pid = do(group, "process_state")["pid"]
         assert not gone([pid], 0.0)
     assert gone([pid], 0.5)
 
@@ -375,7 +376,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
 # Where it helps
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("variables", "cores", "wanted"),
     [
         ({}, 64, 0),  # no rank
@@ -403,14 +404,14 @@ def test_ranks_have_as_many_as_there_are_cores_left(
     assert len(had) == wanted
 
 
-@pytest.mark.parametrize("word", ["many", "-1", "65"])
+@for_each("word", ["many", "-1", "65"])
 def test_a_count_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"GDN_VERIFY_AHEAD must be .* in 0..64, got '{word}'"):
         oracle_process.start({oracle_process.SWITCH: word})
 
 
-class Told:
-    """Notes what it is asked."""
+class Notes:
+    """Keeps the questions."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -420,17 +421,21 @@ class Told:
         return (self, work)
 
 
-def test_questions_of_one_batch_are_begun_in_turns_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, works = [Told(), Told()], [work("layer"), work("kda"), work("tf32")]
-    monkeypatch.setattr(oracle_process, "_BESIDE", told)
+def test_questions_of_one_batch_are_begun_in_turns_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, works = [Notes(), Notes()], [work("layer"), work("kda"), work("tf32")]
+    monkeypatch.setattr(oracle_process, "_BESIDE", notes)
     monkeypatch.setattr(oracle_process, "_BEGUN", {})
     oracle_process.begin(works)
-    assert [beside.works for beside in told] == [[works[0], works[2]], [works[1]]]
-    assert [oracle_process.ask(question) for question in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
-    assert sum(len(beside.works) for beside in told) == 3
+    assert [beside.works for beside in notes] == [[works[0], works[2]], [works[1]]]
+    assert [oracle_process.ask(question) for question in works] == [
+        (notes[0], works[0]),
+        (notes[1], works[1]),
+        (notes[0], works[2]),
+    ]
+    assert sum(len(beside.works) for beside in notes) == 3
     oracle_process.begin([])
     oracle_process.ask(works[1])
-    assert told[0].works[-1] is works[1], "what was begun before is forgotten"
+    assert notes[0].works[-1] is works[1], "what was begun before is forgotten"
 
 
 def test_ranks_of_a_host_know_how_many_they_are_and_leave_the_gpu_shut(monkeypatch: pytest.MonkeyPatch) -> None:

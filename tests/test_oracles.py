@@ -37,6 +37,7 @@ from tests.oracle_forms import (
     mean_eps,
     of,
 )
+from tests.together import for_each
 
 
 def decays_after_writing(
@@ -128,7 +129,7 @@ def allowed_in_single(case: Case) -> Results:
     return {name: limit.allowed for name, limit in limits.items()}
 
 
-# Chunks of one token, which nobody asks for, multiply the state by a K x K product a token: of 8 cases of 150 tokens, with a memory
+# Chunks of one token, which nobody uses, multiply the state by a K x K product a token: of 8 cases of 150 tokens, with a memory
 # of 1000 or more, the worst is off by 1.3e-14 (K = 64), 1.7e-14 (128) and 2.8e-14 (256).
 ONE_TOKEN_LIMIT = 5e-14
 # Rows against 2^-29 of float32's allowance; 700 cases of the whole domain an operation measured: 3.0, and 4.4 where tokens repeat.
@@ -179,9 +180,9 @@ def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well
 # difference of two sums of up to 1e3 times the tokens in a chunk, each off by a unit of its last place: 1.5e-12, 1.3e-11, 2.6e-11.
 
 
-@pytest.mark.parametrize("operation", RULES)
-@pytest.mark.parametrize("chunk", [16, 64, 128])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("operation", RULES)
+@for_each("chunk", [16, 64, 128])
 def test_reflections_in_correlated_keys_keep_to_their_own_limit(operation: str, chunk: int) -> None:
     for seed in range(2):
         case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=1000 values=correlated state=random seed={seed}")
@@ -191,9 +192,9 @@ def test_reflections_in_correlated_keys_keep_to_their_own_limit(operation: str, 
         assert max(errors.values()) <= 3e-14, errors
 
 
-@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
-@pytest.mark.parametrize("chunk", [16, 64, 128])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("operation", ["gated_delta_rule", "kda"])
+@for_each("chunk", [16, 64, 128])
 def test_decays_of_a_thousand_beside_a_hundredth_keep_to_their_own_limit(operation: str, chunk: int) -> None:
     for seed in range(2):
         case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=saturated state=random seed={seed}")
@@ -213,8 +214,8 @@ def telling(operation: str) -> tuple[Case, Results, Results, Results]:
     return case, form(operation, inputs, cotangents), by_definition(inputs, cotangents), allowed_in_single(case)
 
 
-@pytest.mark.parametrize(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in READINGS[operation]])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in READINGS[operation]])
 def test_wrong_reading_of_the_definition_is_rejected(operation: str, wrong: str) -> None:
     case, got, right, allowed = telling(operation)
     read = by_definition(case.inputs(), case.cotangents(), READINGS[operation][wrong])

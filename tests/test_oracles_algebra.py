@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from oracles.operations import RULES
 from tests.exact_numbers import Matrix, Residue, Token, dot, residues, times, token_by_token
+from tests.together import for_each
 
 # The algebra, in a field: no rounding at all
 
@@ -239,7 +240,7 @@ def test_chunkwise_algebra_is_the_recurrence_exactly(
     assert evaluation().run(Residue(1), tokens, state, sizes) == token_by_token(tokens, state)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operation", "wrong"),
     [
         *(("gated_delta_rule", wrong) for wrong in WRONG_CHUNKED),

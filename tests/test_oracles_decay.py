@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oracles.rule import decay
 from tests.judging import relative
+from tests.together import for_each
 
 # Products that decay
 
@@ -49,9 +50,9 @@ def worst_product(tokens: int, channels: int, seed: int, strongest: float) -> fl
     return max(relative(parts, {"P": want.detach(), **dict(zip("xyg", gradients, strict=True))}).values())
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 32])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("channels", [1, 3])
+@for_each("tokens", [1, 2, 8, 32])
 def test_products_that_decay_are_those_of_all_pairs_however_strong_the_decay(channels: int, tokens: int) -> None:
     for strongest in (0.0, 0.1, 5.0):
         assert worst_product(tokens, channels, tokens, strongest) <= 1e-14
@@ -79,7 +80,7 @@ def test_wrong_decays_of_halves_are_rejected(
     assert worst_product(16, 3, 1, strongest) > 1e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64])
+@for_each("tokens", [1, 2, 4, 16, 64])
 def test_squares_and_diagonal_cover_the_lower_triangle_once(tokens: int) -> None:
     tags = torch.arange(tokens**2).reshape(tokens, tokens)
     seen = tags.diagonal().tolist()

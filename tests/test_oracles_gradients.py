@@ -19,6 +19,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from tests.oracle_forms import SMALLEST, TENSORS, Results, of, packed, small_tensors
+from tests.together import for_each
 
 # Gradients
 
@@ -64,9 +65,9 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(operation: str, case
     assert taylor_order(case, truth(case.spec, case.inputs(), case.cotangents())) > 1.9
 
 
-@pytest.mark.parametrize("norm", ["inside", "max", "inside qk_norm_eps=1e-12", "max qk_norm_eps=1e-12", "inside qk_norm_eps=1e-5"])
-@pytest.mark.parametrize("values", ["small", "ordinary"])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("norm", ["inside", "max", "inside qk_norm_eps=1e-12", "max qk_norm_eps=1e-12", "inside qk_norm_eps=1e-5"])
+@for_each("values", ["small", "ordinary"])
 def test_taylor_remainders_are_of_second_order_with_every_norm(norm: str, values: str) -> None:
     """Rows of `small` are shorter than eps in the form max, and other rows are longer."""
     case = Case.parse(f"lengths=9+20 packed=yes value_heads=2 state=random values={values} qk_norm=yes qk_norm_form={norm} seed=6")
@@ -102,10 +103,8 @@ WRONG_GRADIENTS_OF = {
 }
 
 
-@pytest.mark.parametrize(
-    ("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in WRONG_GRADIENTS_OF[operation]]
-)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in WRONG_GRADIENTS_OF[operation]])
 def test_taylor_remainders_reject_a_wrong_gradient(operation: str, wrong: str) -> None:
     case = Case.parse(f"op={operation} lengths=20 heads=2 value_heads=4 gate=10 state=random qk_norm=yes seed=4")
     right = truth(case.spec, case.inputs(), case.cotangents())
@@ -113,9 +112,9 @@ def test_taylor_remainders_reject_a_wrong_gradient(operation: str, wrong: str) -
     assert taylor_order(case, {**right, **WRONG_GRADIENTS_OF[operation][wrong](case, right)}) < 1.5
 
 
-@pytest.mark.parametrize(("gates", "chunk"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 4)])
-@pytest.mark.parametrize("lengths", [(1,), (3, 0, 2)])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("gates", "chunk"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 4)])
+@for_each("lengths", [(1,), (3, 0, 2)])
 def test_gradcheck_accepts_the_truth(lengths: tuple[int, ...], gates: int, chunk: int) -> None:
     x = packed(sum(lengths), len(lengths), gates)
     assert torch.autograd.gradcheck(lambda *x: chunkwise.delta_rule(*x, 0.7, list(lengths), chunk), x)
@@ -138,8 +137,8 @@ def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, mo
     assert torch.autograd.gradcheck(lambda *x: chunkwise.delta_rule(*x, 0.7, [3], 2), x)
 
 
-@pytest.mark.parametrize("gates", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@for_each("gates", [1, 2])
+@for_each("tokens", [1, 2, 5])
 @pytest.mark.slow
 def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     exact = Arithmetic.exact()
@@ -150,7 +149,7 @@ def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2), x)
 
 
-def test_gradients_asked_for_alone_are_those_of_all_and_none_asked_for_is_no_graph() -> None:
+def test_some_gradients_alone_are_those_of_all_and_without_any_there_is_no_graph() -> None:
     x = packed(9, 3, 2)
     directions = torch.ones(9, 2, 3, dtype=torch.float64), torch.ones(3, 2, 2, 3, dtype=torch.float64)
     outputs = chunkwise.delta_rule(*x, 0.7, [4, 0, 5], 4)

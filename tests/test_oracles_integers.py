@@ -13,6 +13,7 @@ from oracles.operations import RULES
 from oracles.rule import chunkwise
 from tests.exact_numbers import Matrix, Whole, token_by_token
 from tests.oracle_forms import form
+from tests.together import for_each
 
 # The code users run, on integers
 
@@ -99,7 +100,7 @@ def test_float64_equals_python_integers_forward_and_backward(
         assert {name: tensor.flatten().tolist() for name, tensor in got.items()} == want, (algorithm, chunk)
 
 
-@pytest.mark.parametrize("operation", RULES)
+@for_each("operation", RULES)
 def test_integers_reject_tiled_key_heads(operation: str) -> None:
     call = Whole(operation, (3,), 2, 4, 2, 2, seed=5)
     got = form(operation, call.inputs(), None)["o"].flatten().tolist()

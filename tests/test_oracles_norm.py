@@ -15,6 +15,7 @@ from oracles.arithmetic.rounding import Arithmetic
 from oracles.norm import EPS, NORM_FORMS, Normalised, l2norm
 from oracles.rule.gated_delta import repeat_heads
 from tests.oracle_forms import floored, mean_eps
+from tests.together import for_each
 
 # The norm and the heads
 
@@ -105,7 +106,7 @@ def gradient_cases(eps: float, form: str) -> Iterator[tuple[Tensor, Tensor]]:
             yield x / x.norm() * length * root, dy
 
 
-@pytest.mark.parametrize(("eps", "form"), FORMS)
+@for_each(("eps", "form"), FORMS)
 def test_gradient_of_every_form_is_that_of_autograd_and_of_differences(eps: float, form: str) -> None:
     torch_form = {
         "inside": lambda x: x / (x.square().sum(-1, keepdim=True) + eps).sqrt(),
@@ -118,7 +119,7 @@ def test_gradient_of_every_form_is_that_of_autograd_and_of_differences(eps: floa
         torch.testing.assert_close(got, by_differences(x, dy, eps, form), rtol=0.0, atol=1e-8 * size)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
+@for_each("eps", [1e-5, 1e-6, 1e-12])
 def test_gradient_of_a_zero_row_and_at_eps_is_as_stated(eps: float) -> None:
     zero, dy = torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     torch.testing.assert_close(gradient(lambda x: normalised(x, eps, "max"), zero, dy), dy / eps)

@@ -10,6 +10,7 @@ import torch
 from oracles.rule import chunkwise
 from oracles.rule.gated_delta import definition, merge, repeat_heads, transition
 from tests.oracle_forms import packed
+from tests.together import for_each
 
 
 def test_gradient_of_a_gradient_is_refused() -> None:
@@ -19,7 +20,7 @@ def test_gradient_of_a_gradient_is_refused() -> None:
         dq.sum().backward()
 
 
-@pytest.mark.parametrize(("heads", "value_heads"), [(2, 3), (0, 2), (4, 2)])
+@for_each(("heads", "value_heads"), [(2, 3), (0, 2), (4, 2)])
 def test_heads_that_do_not_divide_are_refused(heads: int, value_heads: int) -> None:
     with pytest.raises(ValueError, match=f"^value_heads must be a multiple of heads {heads}, got {value_heads}$"):
         repeat_heads(torch.zeros(1, heads, 2), value_heads)
@@ -36,7 +37,7 @@ def test_a_state_changed_before_backward_is_refused() -> None:
         o.sum().backward()
 
 
-@pytest.mark.parametrize(("lengths", "text"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
+@for_each(("lengths", "text"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
 def test_lengths_that_do_not_add_up_are_refused(lengths: Any, text: str) -> None:
     rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {text}"
     with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
@@ -47,7 +48,7 @@ HEAD = {"q": (3, 2), "k": (3, 2), "v": (3, 4), "g": (3,), "beta": (3,), "state":
 OF_HEADS = {"q": (3, 1, 2), "k": (3, 1, 2), "v": (3, 2, 4), "g": (3, 2, 1), "beta": (3, 2), "state": (1, 2, 2, 4)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "shape", "message"),
     [
         ("state", (2, 1), "state must have shape (2, 4) for k of (3, 2), got (2, 1)"),
@@ -67,7 +68,7 @@ def test_the_definition_broadcasts_nothing(name: str, shape: tuple[int, ...], me
             transition(*(tensors[argument] for argument in ("k", "v", "g", "beta")))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("earlier", "later", "message"),
     [
         (((3, 3), (3, 2)), ((3, 3), (1, 2)), "later E must have shape (3, 2), got (1, 2)"),
@@ -82,7 +83,7 @@ def test_a_merge_broadcasts_nothing(earlier: Any, later: Any, message: str) -> N
         merge(one, other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "message"),
     [
         ({"state": (2, 2, 2, 4)}, "state must have shape (1, 2, 2, 4) and be float64, got (2, 2, 2, 4) and torch.float64"),
@@ -113,7 +114,7 @@ def test_chunks_are_of_float64_scaled_by_a_number_and_of_whole_lengths() -> None
         repeat_heads(tensors[0], 4.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("chunk", [-1, 2.5, "64", None, True])
+@for_each("chunk", [-1, 2.5, "64", None, True])
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk: object) -> None:
     with pytest.raises(ValueError, match=f"^chunk must be a whole number from 0 up, got {re.escape(repr(chunk))}$"):
         chunkwise.delta_rule(*packed(7, 1, 1), 0.7, [7], chunk)  # type: ignore[arg-type]

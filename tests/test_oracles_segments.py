@@ -23,6 +23,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from tests.judging import relative
 from tests.oracle_forms import SMALLEST, form, of, small_tensors
+from tests.together import for_each
 
 
 def forgets_blocks_before(a: Tensor, inverses: list[Tensor], b: Tensor, *, transposed: bool = False) -> Tensor:
@@ -190,8 +191,8 @@ def test_products_are_counted_and_are_the_same_without_numbers() -> None:
     assert 0 < flops([5, 20], 16, 8, 6, "cpu") == flops([5, 20], 16, 8, 6)
 
 
-@pytest.mark.parametrize("widths", [(8, 8), (128, 32), (256, 256)])
-@pytest.mark.parametrize("lengths", [[17] * 12, [3] * 30, [64, 65], [400], [1, 1, 1, 130], [5], [90]])
+@for_each("widths", [(8, 8), (128, 32), (256, 256)])
+@for_each("lengths", [[17] * 12, [3] * 30, [64, 65], [400], [1, 1, 1, 130], [5], [90]])
 @pytest.mark.slow
 def test_default_chunk_has_few_products_padding_included(lengths: list[int], widths: tuple[int, int]) -> None:
     best = chunkwise.best_chunk(lengths, *widths)

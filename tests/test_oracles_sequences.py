@@ -13,6 +13,7 @@ from oracles.tolerance.bound import truth
 from properties.rules.case import Case
 from tests.judging import relative
 from tests.oracle_forms import FORMS, RELATIVE_LIMIT, TENSORS, by_definition, form
+from tests.together import for_each
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -47,7 +48,7 @@ def test_boundaries_are_where_cu_seqlens_says() -> None:
     assert (moved[7:] > 1e-3).all(), "state that crosses a boundary shows"
 
 
-@pytest.mark.parametrize("operation", RULES)
+@for_each("operation", RULES)
 def test_no_state_is_a_state_of_zeros_to_the_bit(operation: str) -> None:
     case = Case.parse(f"op={operation} lengths=33+0+70 packed=yes heads=2 value_heads=4 gate=64 qk_norm=yes seed=9")
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -57,10 +58,9 @@ def test_no_state_is_a_state_of_zeros_to_the_bit(operation: str) -> None:
     assert all(torch.equal(absent[name], zeros[name]) for name in absent)
 
 
-@pytest.mark.parametrize("operation", RULES)
-@pytest.mark.parametrize("state", ["none", "zero", "random"])
-@pytest.mark.parametrize("lengths", ["0", "0+0 packed=yes", "0+0"])
-@pytest.mark.slow_after_first
+@for_each("operation", RULES)
+@for_each("state", ["none", "zero", "random"])
+@for_each("lengths", ["0", "0+0 packed=yes", "0+0"])
 def test_no_tokens_at_all_return_the_state(operation: str, lengths: str, state: str) -> None:
     case = Case.parse(f"op={operation} lengths={lengths} value_heads=2 state={state}")
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -76,7 +76,7 @@ def test_no_tokens_at_all_return_the_state(operation: str, lengths: str, state: 
             assert torch.equal(got["dh0"], cotangents["final_state"].double())
 
 
-@pytest.mark.parametrize("operation", RULES)
+@for_each("operation", RULES)
 def test_a_batch_of_no_sequences_is_answered_in_its_shapes(operation: str) -> None:
     case = Case.parse(f"op={operation} lengths=7+7 value_heads=2 value_dim=12 state=random")
     inputs = case.inputs()

@@ -18,6 +18,7 @@ from oracles.rule.gated_delta import merge, transition
 from properties.rules.case import Case
 from tests.exact_numbers import Matrix, Residue, Token, Whole, dot, residues, token_by_token
 from tests.oracle_forms import ORDINARY, RELATIVE_LIMIT, by_definition, of
+from tests.together import for_each
 
 # States passed between shards
 
@@ -56,8 +57,8 @@ WRONG_MERGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("operation", RULES)
-@pytest.mark.parametrize("wrong", WRONG_MERGES)
+@for_each("operation", RULES)
+@for_each("wrong", WRONG_MERGES)
 def test_wrong_merge_of_shards_is_rejected(operation: str, wrong: str) -> None:
     inputs = Case.parse(f"op={operation} lengths=20 gate=10 state=random seed=4").inputs()
     state, want = inputs.state[0, 0].double(), by_definition(inputs, {})["final_state"][0, 0]
@@ -140,8 +141,8 @@ def test_states_passed_between_shards_are_the_recurrence_exactly(
     assert parts in ([], [stretch(tokens, key_dim, value_dim, Residue(1))])
 
 
-@pytest.mark.parametrize("operation", RULES)
-@pytest.mark.parametrize("wrong", WRONG_MERGED)
+@for_each("operation", RULES)
+@for_each("wrong", WRONG_MERGED)
 def test_wrong_passing_of_states_is_rejected(operation: str, wrong: str) -> None:
     tokens, state = residues(operation, 8, 2, 2, seed=0)
     assert by_shards(tokens, state, [3, 4, 1]) == token_by_token(tokens, state)

@@ -44,6 +44,7 @@ from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import WIDTHS
 from tests.alone import answered
+from tests.together import for_each
 from verify.adapters import loader
 from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.compile_plan import on_gpu
@@ -67,7 +68,7 @@ DOMAINS: dict[str, Any] = {
     "layers": LayerDomain(),
     "layers whose states have no gradients": LayerDomain(state_gradients=False, packed=False),
 }
-SMALLEST = ("everything", "convolutions", "layers")  # also asked with a palette of one key, and what laws need beside it
+SMALLEST = ("everything", "convolutions", "layers")  # also tested with a palette of one key, and what laws need beside it
 PALETTES: dict[tuple[str, int, int], Palette] = {}
 SAMPLES: dict[tuple[str, int, int], list[Example]] = {}
 
@@ -119,35 +120,12 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    ("oracle", 0): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=3 key_dim=160 "
-    "value_dim=40 dtype=fp16 gate=64 values=correlated state=random scale=half offsets=int32 "
-    "seed=41444",
-    ("oracle", 1): "at=None variant=None lengths=128+128 value_heads=3 key_dim=32 value_dim=24 dtype=bf16 "
-    "gate=edges beta=zero values=zero_rows state=random seed=18708",
-    ("cut", 0): "at=64 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=1000 "
-    "state=random qk_norm=yes seed=43279",
-    ("packed", 0): "at=1 variant=None lengths=16+63+31 packed=yes value_heads=2 key_dim=24 value_dim=24 "
-    "values=zero_rows qk_norm=yes offsets=int32 seed=46372",
-    ("recall", 2): "at=None variant=None lengths=24+24 heads=2 value_heads=4 key_dim=7 value_dim=7 dtype=bf16 "
-    "beta=one values=one_hot state=zero scale=one backward=no seed=44122",
-    ("heads", 0): "at=1 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=64 beta=one "
-    "values=correlated state=random qk_norm=yes seed=43279",
-}
-BEFORE_ALL = {
-    "everything": (Domain(), "e2451d011ef8fbd016e2c80f353caf9e8a2cec306c904e0f991ee95fa2318d4c"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "3d3ba7ab980e7a604233cb451ada35d4293cd674d207555d2d1bc7841da16667"),
-    "the delta rule": (
-        Domain(operation="delta_rule", width_step=16, empty=False),
-        "d533729a3737ca91c1e3af4f55ebf52623cc7e119f24dc010592c66c97395b9f",
-    ),
-    "narrow": (NARROW, "df4b0cb6f823fb493a0ad9060e8d1fb9aebf43491a54d4501af0b1ba9e35f120"),
+    "everything": (Domain(), "e2451d011ef8fbd0"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "3d3ba7ab980e7a60"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "d533729a3737ca91"),
+    "narrow": (NARROW, "df4b0cb6f823fb49"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
-
-
-@pytest.mark.parametrize(("law", "seed"), BEFORE)
-def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, seed: int) -> None:
-    assert text(plainly(LAWS[law].draw(Domain()), 1000 * seed, 1)) == BEFORE[law, seed] + "\n"
 
 
 @pytest.mark.slow
@@ -160,13 +138,13 @@ def test_some_wide_keys_and_values_do_not_fill_their_last_block() -> None:
     assert {case.key_dim for case in step} & {*UNEVEN} == {200}
 
 
-@pytest.mark.parametrize("name", BEFORE_ALL)
+@pytest.mark.parametrize("name", BEFORE)
 @pytest.mark.slow_after_first
 def test_without_reach_no_bit_of_any_draw_has_moved(name: str) -> None:
-    domain, digest = BEFORE_ALL[name]
+    domain, digest = BEFORE[name]
     laws = [LAWS[law] for law in OLD_LAWS if LAWS[law].needs(domain) is None]
     drawn = "".join(text(plainly(law.draw(domain), 100_000, 5)) for law in laws)
-    assert hashlib.sha256(drawn.encode()).hexdigest() == digest
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == digest
 
 
 @pytest.mark.slow
@@ -228,7 +206,7 @@ def test_what_is_given_stays_as_given_with_a_reach(case: Case) -> None:
     assert case.tokens <= 256
 
 
-@pytest.mark.parametrize("reach", [0, -1, 257, 2.0, "16"])
+@for_each("reach", [0, -1, 257, 2.0, "16"])
 def test_reach_that_is_none_is_refused(reach: Any) -> None:
     with pytest.raises(ValueError, match=f"^reach must be in 1..256, got {reach!r}$"):
         Drawing(reach=reach)
@@ -238,7 +216,7 @@ def test_reach_that_is_none_is_refused(reach: Any) -> None:
 # Keys
 
 
-@pytest.mark.parametrize("kind", [Case, ModuleCase, PoolCase, LayerCase])
+@for_each("kind", [Case, ModuleCase, PoolCase, LayerCase])
 def test_keys_are_words_of_the_case(kind: Any) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
     assert set(kind.KEYS) <= fields
@@ -250,7 +228,7 @@ FULL = Case((65, 3), packed=True, heads=2, value_heads=4, key_dim=32, in_kernel=
 CONV = ModuleCase((48, 17), "causal_conv1d", packed=True, width=24, state="random")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "same"),
     [
         (FULL, {"lengths": (1, 700, 0)}),
@@ -272,7 +250,7 @@ def test_what_no_kernel_is_compiled_for_is_in_no_key(case: Any, same: dict[str, 
     assert key_of(dataclasses.replace(case, **same)) == key_of(case)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "other"),
     [
         *((FULL, other) for other in ({"heads": 4}, {"value_heads": 8}, {"key_dim": 33}, {"value_dim": 17}, {"dtype": "bf16"})),
@@ -592,7 +570,7 @@ def test_regimes_of_an_example_stay_where_the_key_has_them() -> None:
     assert plain == Example(Case((7,), beta="edges")), "words that say nothing go"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "message"),
     [
         (lambda: draw_palette(EVERY, 0, 0), "size must be at least 1, got 0"),
@@ -756,7 +734,7 @@ def kernels(elsewhere: dict[str, Any]) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("adapter", COMPILED)
+@for_each("adapter", COMPILED)
 @pytest.mark.slow
 def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
@@ -768,7 +746,7 @@ def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[
         assert sets[index] == sets[0], f"{variant} compiles {sorted(sets[index] ^ sets[0])}"
 
 
-@pytest.mark.parametrize("adapter", COMPILED)
+@for_each("adapter", COMPILED)
 def test_words_of_the_key_are_those_that_compile_other_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
     lines, sets = lines_of(adapter), kernels[adapter]

@@ -26,6 +26,7 @@ from tests.parallel_checks import (
     packings,
     same,
 )
+from tests.together import for_each
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -40,8 +41,8 @@ def test_check_holds(check: str, packing: Packing) -> None:
     assert broken(check, RIGHT, packing) == []
 
 
-@pytest.mark.parametrize("cp", range(1, 65))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("cp", range(1, 65))
 def test_layouts_and_both_forms_are_right_on_every_number_of_ranks(cp: int) -> None:
     packing = Packing((2 * cp, 0, 4 * cp), cp, (cp, 2 * cp))
     for check in ("tokens", "features", "shared out", "refusal"):
@@ -160,7 +161,7 @@ class NeverReceives(Piece):
         return False
 
 
-def told(kind: type[Piece], piece: Piece) -> Piece:
+def as_kind(kind: type[Piece], piece: Piece) -> Piece:
     return kind(piece.sequence, piece.first, piece.end, piece.length)
 
 
@@ -208,10 +209,10 @@ WRONG: dict[str, tuple[Implementation, str]] = {
     "gradient of another rank": (Implementation(cp_to_hp_fused=gradient_of_another_rank), "gradients"),
     "empty sequences uncounted": (Implementation(contiguous_pieces=without_empty), "pieces"),
     "a rank's first piece always receives": (
-        Implementation(contiguous_pieces=pieces_with(lambda piece, at: piece if at else told(AlwaysReceives, piece))),
+        Implementation(contiguous_pieces=pieces_with(lambda piece, at: piece if at else as_kind(AlwaysReceives, piece))),
         "states",
     ),
-    "no piece receives": (Implementation(contiguous_pieces=pieces_with(lambda piece, at: told(NeverReceives, piece))), "states"),
+    "no piece receives": (Implementation(contiguous_pieces=pieces_with(lambda piece, at: as_kind(NeverReceives, piece))), "states"),
     "pieces of sequences cut apart": (
         Implementation(contiguous_pieces=pieces_with(lambda piece, at: dataclasses.replace(piece, length=piece.end))),
         "pieces",
@@ -219,7 +220,7 @@ WRONG: dict[str, tuple[Implementation, str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@for_each("wrong", WRONG)
 def test_wrong_implementation_is_rejected(wrong: str) -> None:
     way, check = WRONG[wrong]
     assert broken(check, RIGHT, TELLING) == []

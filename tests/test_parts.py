@@ -22,6 +22,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from tests.over_bounds import answered
+from tests.together import for_each
 from verify.bench.places import where
 from verify.execution.judge import judge
 from verify.zoo.base import Chunkwise
@@ -91,8 +92,8 @@ class TakesTheNextSequence(TakesTheNext):
         return Part(tuple((row + 1) % len(self.lengths) for row in part.sequences), part.groups)
 
 
-@pytest.mark.parametrize("wrong", [TakesTheNext, TakesTheNextSequence])
-@pytest.mark.parametrize("words", ["lengths=4+4+4 packed=yes", "lengths=4+4"])
+@for_each("wrong", [TakesTheNext, TakesTheNextSequence])
+@for_each("words", ["lengths=4+4+4 packed=yes", "lengths=4+4"])
 def test_a_part_with_anothers_rows_is_seen(wrong: type[Cut], words: str) -> None:
     case = Case.parse(f"{words} heads=3 value_heads=6 key_dim=4 value_dim=4 state=random")
     inputs = case.inputs()
@@ -177,7 +178,7 @@ def wide_bounds(first: int | None = 1) -> dict[str, Bound]:
 
 
 @pytest.mark.slow
-def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_part_in_question_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = evaluated(monkeypatch)
     one, all_of = wide_bounds()["o"], wide_bounds(4)["o"]
     seen.clear()
@@ -240,12 +241,12 @@ def test_a_sum_over_sequences_is_looked_at_with_all_of_them_and_all_heads(monkey
 
 
 @pytest.mark.slow
-def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_in_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
     arguments, limits = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
     seen = evaluated(monkeypatch)
     several = bounds(*arguments, "chunkwise", "ieee", 64, shared_bounds=limits)
-    assert seen == [], "nothing is computed before it is asked for"
+    assert seen == [], "nothing is computed before its first use"
     over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
     over[0, 71, 5] = True
     finer, single_finer = several["o"].finer, limits["o"].finer

@@ -152,19 +152,19 @@ def two() -> Iterator[RankGroup]:
         yield group
 
 
-def asked(two: RankGroup, line: str) -> Outcome:
+def outcome_of(two: RankGroup, line: str) -> Outcome:
     return Outcome.from_json(two.ask(RunOne(str(Run.parse(line)))))
 
 
 def holds(two: RankGroup, line: str) -> None:
-    outcome = asked(two, line)
+    outcome = outcome_of(two, line)
     assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.findings)
     assert outcome.rows > 0
 
 
 def broken(two: RankGroup, line: str, output: str, *, alone: bool = False) -> None:
     """Its values are wrong, those of `output` among them, and on one rank alone they are only with `alone`."""
-    outcome = asked(two, line)
+    outcome = outcome_of(two, line)
     assert outcome.verdict is Verdict.BROKEN, outcome.reason
     wrong = {finding.output for finding in outcome.findings if finding.rows}
     assert output in wrong, outcome.findings
@@ -275,7 +275,7 @@ def test_laws_see_what_is_wrong_around_megatrons_layer(megatrons: RankGroup, kin
 
 
 @pytest.mark.usefixtures("megatrons")
-def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
+def test_megatrons_exchange_is_checked_with_more_ranks_than_there_are() -> None:
     line = "law=exchange variant=heads adapter=megatron/exchange cp=16 heads=16 value_heads=32 packed=yes lengths=32+0+64 "
     assert main(["repeat", line]) == 0
 
@@ -289,7 +289,7 @@ def test_ranks_make_groups_that_others_did_not_need_before() -> None:
 
 @pytest.mark.slow
 def test_ranks_without_a_part_do_not_disagree(two: RankGroup) -> None:
-    outcome = asked(two, "law=exchange variant=heads adapter=gdn/layer lengths=0")
+    outcome = outcome_of(two, "law=exchange variant=heads adapter=gdn/layer lengths=0")
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
 
 
@@ -310,10 +310,10 @@ def test_pieces_shorter_than_the_convolution_are_outside_the_domain(layout: str,
     assert outside(case(lengths=(tokens // 2 * 3,))) is None
 
 
-def test_what_is_an_exchange_only_is_asked_about_that_alone() -> None:
+def test_an_adapter_of_the_exchange_runs_only_the_laws_about_the_exchange() -> None:
     domain = megatron.MegatronExchange.domain
-    asked = {name for name, law in PATH_LAWS.items() if law.needs(domain) is None}
-    assert asked == {"exchange", "round_trip", "fused"}
+    possible = {name for name, law in PATH_LAWS.items() if law.needs(domain) is None}
+    assert possible == {"exchange", "round_trip", "fused"}
     assert PATH_LAWS["parallel"].needs(domain) == "computes is not promised"
 
 

@@ -15,6 +15,8 @@ from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
 from properties.paths.laws import PATH_LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
+from tests.random_domains import faults
+from tests.together import for_each
 from verify.adapters.base import PathAdapter
 from verify.bench.path_bench import RankBench
 from verify.engine.asking import Described
@@ -136,7 +138,7 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
     assert {law for laws in KILLED_BY.values() for law in laws} == here
 
 
-def test_every_mutant_tells_its_story_and_is_tested() -> None:
+def test_every_mutant_has_a_story_and_a_test() -> None:
     wrong = {member for member in vars(paths).values() if isinstance(member, type) and issubclass(member, paths.Mutant)}
     assert wrong - {paths.Mutant} == set(KILLED_BY)
     assert all(mutant.__doc__ and mutant.__doc__ != paths.Mutant.__doc__ for mutant in wrong - {paths.Mutant})
@@ -234,25 +236,12 @@ def test_two_ranks_share_tensors_as_often_as_tokens_and_laws_about_exchanges_mos
     assert share < 1 / 4 if law in ("exchange", "round_trip", "fused", "traffic") else 2 / 5 < share < 3 / 5
 
 
-@pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)
-@pytest.mark.slow_after_first
-def test_every_drawn_example_is_accepted_and_comes_back_from_its_line(law: object) -> None:
-    assert isinstance(law, type(PATH_LAWS["parallel"]))
-
-    def look(example: Example) -> None:
-        law.accept(example)
-        run = Run(law.name, "gdn/layer", example)
-        assert Run.parse(str(run)) == run
-
-    seeded(law.draw(DOMAIN), 1, 20, look)
+@pytest.mark.slow
+def test_every_drawn_example_is_accepted_and_comes_back_from_its_line() -> None:
+    assert faults(DOMAIN, 1, 20) == {}
 
 
-def test_a_domain_comes_back_from_its_data() -> None:
-    domain = dataclasses.replace(DOMAIN, layouts=("contiguous", "zigzag_batch"), operation="kda", processes=True)
-    assert PathDomain.from_json(domain.to_json()) == domain
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "line", "reason"),
     [
         ({"ranks": 2, "exchange_ranks": 2}, "cp=4 heads=4 value_heads=4 lengths=8", "tp=1 cp=4 needs 4 ranks, there are 2"),
@@ -262,7 +251,7 @@ def test_a_domain_comes_back_from_its_data() -> None:
         ({"choices": (("conv", ("fla",)),)}, "lengths=8", "conv=torch is not supported"),
     ],
 )
-def test_what_lies_outside_a_domain_is_told(changes: dict[str, object], line: str, reason: str) -> None:
+def test_what_lies_outside_a_domain_is_reported(changes: dict[str, object], line: str, reason: str) -> None:
     assert dataclasses.replace(DOMAIN, **changes).outside(ParallelCase.parse(line)) == reason  # type: ignore[arg-type]
 
 
@@ -326,7 +315,7 @@ def test_a_law_that_compares_nothing_is_blind(monkeypatch: pytest.MonkeyPatch) -
     assert (execute(run).verdict, execute(run).reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
 
 
-def test_a_kernel_is_not_asked_a_law_of_paths_and_the_reverse() -> None:
+def test_a_kernel_does_not_run_a_law_of_paths_and_the_reverse() -> None:
     for line in ("law=parallel adapter=tests/right.py:Chunkwise lengths=8", "law=oracle adapter=gdn/layer lengths=8"):
         outcome = execute(Run.parse(line))
         assert outcome.verdict is Verdict.UNSUPPORTED

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES
 from properties.paths.case import ParallelCase
-from tests.test_rule_case import mixed
+from tests.test_rule_case import mixed, signed
+from tests.together import for_each
 
 STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of the lines' format, as the defaults are
 
@@ -20,8 +21,7 @@ STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of 
 def number(seed: int, name: str, position: int, bits: int) -> int:
     """The integer of a position by the published generator, in Python integers."""
     key = mixed(seed * 64 + 32 + STREAM[name])
-    word = mixed((position + key) % 2**64)
-    return (word - 2**64 if word >= 2**63 else word) >> (64 - bits)
+    return signed(mixed(position + key)) >> (64 - bits)
 
 
 @settings(max_examples=30)
@@ -91,7 +91,7 @@ def test_tagged_numbers_are_distinct_and_exact() -> None:
         ParallelCase((4,)).tagged((2, 2**23 + 1))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "says"),
     [
         ("", "a case line must have lengths"),

@@ -29,7 +29,7 @@ def two() -> Iterator[RankGroup]:
         yield group
 
 
-def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
+def outcome_of(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
     return ask(Run.parse(CASE.format(adapter=f"tests/path_faults.py:{kind}")), group, Store(tmp_path))
 
 
@@ -47,17 +47,17 @@ def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
 def test_a_rank_that_fails_is_named_and_the_next_case_runs(
     two: RankGroup, tmp_path: pathlib.Path, kind: str, excerpts: tuple[str, ...]
 ) -> None:
-    outcome = asked(two, tmp_path, kind)
+    outcome = outcome_of(two, tmp_path, kind)
     assert outcome.verdict is Verdict.BROKEN, outcome
     words = " ".join(f"{finding.place}: {finding.what} {finding.worst}" for finding in outcome.findings)
     for excerpt in excerpts:
         assert excerpt in words
-    assert asked(two, tmp_path, "Fault").verdict is Verdict.HOLDS
+    assert outcome_of(two, tmp_path, "Fault").verdict is Verdict.HOLDS
 
 
 @pytest.mark.slow
 def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: pathlib.Path) -> None:
-    assert asked(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
+    assert outcome_of(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR, Normalis
 from oracles.operation import Inputs, gradient_name
 from oracles.tolerance.bound import truth
 from tests.judging import Implementation, Results
-from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, named, telling
+from tests.pointwise_calls import EXACT, OPERATIONS, agree, drawn, telling
 from tests.pointwise_readings import WRONG
+from tests.together import for_each
 
 # The pointwise operations are their formulas
 
@@ -73,8 +74,8 @@ def reach_of(name: str, x: Inputs) -> Results | None:
     return {"y": gated @ x.linear.abs().mT + (0.0 if x.bias is None else x.bias.abs())}
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("name", POINTWISE)
 def test_operation_is_its_formula(name: str) -> None:
     for seed in range(12):
         inputs, _ = drawn(name, seed, torch.float64)
@@ -88,8 +89,8 @@ OF_GRADIENTS = {"lost", "projected", "ungated"}
 FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and not OF_GRADIENTS & entry[3].keys()]
 
 
-@pytest.mark.parametrize(("name", "wrong", "implementation", "reading"), FORWARD, ids=named)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("name", "wrong", "implementation", "reading"), FORWARD)
 def test_wrong_reading_is_not_the_formula(name: str, wrong: str, implementation: Implementation, reading: dict[str, Any]) -> None:
     inputs, _ = telling(name, torch.float64)
     want = in_scalars(name, inputs)
@@ -121,7 +122,7 @@ def test_norm_of_the_delta_rule_is_the_l2norm_operation_to_the_bit() -> None:
     assert not agree({"y": y[0].detach(), "dx": dx[0]}, truth(L2NORM, inputs.replaced(eps=2 * EPS), directions), exactly=True)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
     neutral = {"bias": torch.zeros, "dt_bias": torch.zeros, "weight": torch.ones, "state": torch.zeros}
     checked = 0
@@ -138,7 +139,7 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
     assert checked == {"causal_conv1d": 2, "norm_gate_linear": 2, "l2norm": 0}.get(name, 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options"),
     [
         ("causal_conv1d", {"activation": None}),

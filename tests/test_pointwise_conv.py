@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from oracles.tolerance.bound import truth
 from tests.judging import Results, evaluate
 from tests.pointwise_calls import agree, offsets
 from tests.pointwise_readings import WRONG, convolve, runs_of
+from tests.together import for_each
 
 # The convolution is its definition
 
@@ -81,7 +81,7 @@ def test_convolution_is_its_definition_forward_and_backward(
     assert agree(truth(CAUSAL_CONV1D, inputs, directions), want, exactly=inputs.activation is None)
 
 
-@pytest.mark.parametrize("reading", [entry[3] for entry in WRONG if entry[0] == "causal_conv1d"], ids=str)
+@for_each("reading", [entry[3] for entry in WRONG if entry[0] == "causal_conv1d"])
 def test_wrong_reading_of_the_convolution_is_not_the_definition(reading: dict[str, Any]) -> None:
     kinds = {**WIDE_KINDS, "activation": "silu" if "early_silu" in reading else None}
     inputs, directions = whole_numbers((6, 2, 5), True, 4, **kinds)

@@ -15,11 +15,12 @@ from oracles.tolerance.bound import truth
 from tests import wrong_backward
 from tests.judging import gradcheck, remainders, taylor_order
 from tests.pointwise_calls import EXACT, OPERATIONS, drawn, telling
+from tests.together import for_each
 
 # Gradients
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_taylor_remainders_of_the_truth_are_of_second_order(name: str) -> None:
     inputs, directions = telling(name, torch.float64)
     right, found = truth(OPERATIONS[name], inputs, directions), remainders(OPERATIONS[name], inputs, directions)
@@ -29,14 +30,14 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(name: str) -> None:
         assert taylor_order(found, wrong) < 1.5, gradient
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@for_each("name", OPERATIONS)
 def test_gradcheck_accepts_every_input(name: str) -> None:
     inputs, _ = drawn(name, 1 if name == "causal_conv1d" else 0, torch.float64)
     assert gradcheck(OPERATIONS[name], inputs)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
 def test_gradcheck_rejects_a_wrong_backward(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, (inputs, _) = OPERATIONS[name], telling(name, torch.float64)
     tokens = [port.name for port in operation.inputs if port.axes.startswith("B T") and port.name in inputs]

@@ -10,7 +10,8 @@ import torch
 
 from oracles.conv import definition, update
 from oracles.norm import gated_rms_norm, l2norm, norm_gate_linear
-from tests.pointwise_calls import OPERATIONS, named, telling
+from tests.pointwise_calls import OPERATIONS, telling
+from tests.together import for_each
 
 # Contracts
 
@@ -94,13 +95,13 @@ DEFINITIONS: list[tuple[Callable[[], object], str]] = [
 COLUMNS = torch.ones(2), torch.ones(2, 4), torch.ones(2, 4)
 
 
-@pytest.mark.parametrize(("call", "message"), DEFINITIONS)
+@for_each(("call", "message"), DEFINITIONS)
 def test_definitions_refuse_what_they_would_broadcast_or_ignore(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), REFUSED, ids=named)
+@for_each(("name", "wrong", "message"), REFUSED)
 def test_illegal_input_is_refused(name: str, wrong: dict[str, Any], message: str) -> None:
     inputs, _ = telling(name, torch.float32)
     OPERATIONS[name].check(inputs)

@@ -5,7 +5,6 @@ import concurrent.futures
 import dataclasses
 import importlib.machinery
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -31,6 +30,8 @@ from properties.rules.domain import Domain
 from properties.words.example import Example
 from tests import right
 from tests.kills import Fewer, Kill, assert_killed_alone, rows, unexplained
+from tests.random_domains import faults
+from tests.together import for_each
 from verify.adapters import blocks, fla_decode
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
@@ -172,7 +173,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@for_each("line", REFUSED)
 def test_illegal_case_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[line]):
         PoolCase.parse(line)
@@ -193,19 +194,19 @@ def test_block_reaches_the_inputs_and_changes_nothing_else() -> None:
                 assert torch.equal(inputs[name].contiguous().view(torch.uint8), whole[name].contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("law", POOL_LAWS)
-@pytest.mark.slow_after_first
-def test_who_can_be_told_its_block_is_asked_the_same_but_for_the_block(law: str) -> None:
-    told, untold = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
+@pytest.mark.slow
+@for_each("law", POOL_LAWS)
+def test_cases_with_a_choice_of_blocks_are_the_same_but_for_the_block(law: str) -> None:
+    choosing, default = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
 
     def drawn(domain: PoolDomain) -> list[Example]:
         examples: list[Example] = []
         seeded(POOL_LAWS[law].draw(domain), 11, 40, examples.append)
         return examples
 
-    with_blocks, without = drawn(told), drawn(untold)
+    with_blocks, without = drawn(choosing), drawn(default)
     assert {example.case.block_v for example in without} == {"default"}
-    assert {example.case.block_v for example in with_blocks} == ({"default"} if law == "blocks" else {*told.block_choices})
+    assert {example.case.block_v for example in with_blocks} == ({"default"} if law == "blocks" else {*choosing.block_choices})
     plain = [dataclasses.replace(example, case=dataclasses.replace(example.case, block_v="default")) for example in with_blocks]
     assert plain == without
 
@@ -272,7 +273,7 @@ def test_bounds_of_a_pool_with_nan_are_finite_where_requests_are() -> None:
         assert bool(x[~named].isnan().all())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "message"),
     [
         ({"has_initial_state": torch.tensor([1, 0, 0, 1, 0, 2])}, "has_initial_state must be 0 or 1 for each of N = 6 requests"),
@@ -304,37 +305,26 @@ BLOCKS = PoolDomain(rule=Domain(value_dims=(33, 300), width_step=3), blocks=(16,
 UNTOLD = {"blocks": "blocks is not supported"}
 
 
-@pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE, BLOCKS])
+LACKING = (
+    (PoolDomain(), UNTOLD),
+    (STEPS, {"fresh": "fresh is not supported", "accept": "drafts are not supported", **UNTOLD}),
+    (ALONE, {"padding": "padding slots is not supported", "fresh": "fresh is not supported", **UNTOLD}),
+    (BLOCKS, {}),
+)
+
+
+@pytest.mark.parametrize(("domain", "lacking"), LACKING, ids=["everything", "steps", "alone", "blocks"])
 @pytest.mark.slow_after_first
-def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
-    asked = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
-    missing = {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)}
-    assert (
-        missing
-        == {
-            PoolDomain(): UNTOLD,
-            STEPS: {"fresh": "fresh is not supported", "accept": "drafts are not supported", **UNTOLD},
-            ALONE: {"padding": "padding slots is not supported", "fresh": "fresh is not supported", **UNTOLD},
-            BLOCKS: {},
-        }[domain]
-    )
-
-    for law in asked:
-        seen: list[Example] = []
-        seeded(law.draw(domain), 3, 12, seen.append)
-        assert len(seen) == 12
-        for example in seen:
-            assert domain.outside(example.case) is None, law.name
-            law.accept(example)
-            assert PoolCase.parse(str(example.case)) == example.case
-    assert PoolDomain.from_json(json.loads(json.dumps(domain.to_json()))) == domain
+def test_laws_draw_what_the_domain_promises(domain: PoolDomain, lacking: dict[str, str]) -> None:
+    assert {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)} == lacking
+    assert faults(domain, 3, 12) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("domain", "line", "reason"),
     [
-        (STEPS, "lengths=2", "lengths=2: more than 1 tokens a request are not supported"),
-        (STEPS, "lengths=1+1 padded=some", "padding_slot=-1 is not among 0"),
+        (STEPS, "lengths=2 indices=int32", "lengths=2: more than 1 tokens a request are not supported"),
+        (STEPS, "lengths=1+1 padded=some indices=int32", "padding_slot=-1 is not among 0"),
         (ALONE, "lengths=1+1 padded=some", "padding_slot=-1 is not among any"),
         (STEPS, "lengths=1", "indices=int64 is not among int32"),
         (STEPS, "lengths=1 indices=int32 fresh=all", "fresh=all: starting from zeros is not supported"),
@@ -351,7 +341,7 @@ def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, reason
     assert PoolDomain(blocks=BLOCK_SIZES).outside(PoolCase.parse(line)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "message"),
     [
         ({"operation": "conv"}, "operation must be decode, got 'conv'"),
@@ -536,8 +526,8 @@ def test_right_implementation_holds_under_every_law(
 
 @pytest.mark.slow
 def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
-    with Check(Settings("fla/decode", asked, Profile("few", 2), 7), [worker], store) as check:
+    store, laws = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
+    with Check(Settings("fla/decode", laws, Profile("few", 2), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
 
@@ -558,7 +548,7 @@ class Told(base.Serving):
         return (limit["o"].value + self.share * (1 if x.block_v == 64 else -1) * away).float(), x.pool
 
 
-@pytest.mark.parametrize(("share", "seen"), [(0.45, set()), (0.55, {"blocks"}), (0.95, {"blocks"}), (1.05, {"blocks", "oracle"})])
+@for_each(("share", "seen"), [(0.45, set()), (0.55, {"blocks"}), (0.95, {"blocks"}), (1.05, {"blocks", "oracle"})])
 def test_two_sizes_of_blocks_differ_by_a_bound_at_most(share: float, seen: set[str]) -> None:
     case = PoolCase((2, 1), packed=True, value_dim=24, state="random", gate="10", values="correlated")
     adapter = Told()
@@ -586,8 +576,8 @@ class Kernel:
         return lambda **arguments: self.given.append(arguments)
 
 
-@pytest.mark.parametrize("size", BLOCK_SIZES)
-@pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
+@for_each("size", BLOCK_SIZES)
+@for_each("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
 def test_launcher_changes_the_block_and_covers_every_channel_once(size: int, width: int) -> None:
     kernel, wrappers = Kernel(), min(8, 1 << (width - 1).bit_length())
     launcher = blocks.Launcher(kernel, size)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.alone import told
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.cli.parsers import parser
 from verify.execution import service
@@ -38,7 +39,7 @@ def test_it_answers_as_any_worker_and_is_taken_once() -> None:
     assert prestart.take(NO_GPU, 60.0) is None
 
 
-@pytest.mark.parametrize("words", ["repeat law=oracle", "list", "check x --ranks=2", "check x --deny list", "check x --sanitize"])
+@for_each("words", ["repeat law=oracle", "list", "check x --ranks=2", "check x --deny list", "check x --sanitize"])
 def test_nothing_begins_for_commands_that_need_none_or_another(words: str) -> None:
     begin(words)
     assert prestart.take(NO_GPU, 60.0) is None

@@ -1,4 +1,4 @@
-"""The pytest plugin: one item a law where it is asked for, nothing at all where it is not."""
+"""The pytest plugin: one item a law where a suite uses it, nothing at all elsewhere."""
 
 import importlib.metadata
 import os
@@ -29,7 +29,7 @@ filterwarnings =
     error
     ignore:Module already imported:pytest.PytestAssertRewriteWarning
 """
-# For sessions in new processes. Each asks for one worker, so its server need not import first what all workers share.
+# For sessions in new processes. Each uses one worker, so its server need not import first what all workers share.
 QUICKLY = """
 from verify.process import worker
 from verify.process.fork_server import importing
@@ -185,7 +185,7 @@ def test_items_run_in_two_processes(suite: Suite) -> None:
 
 
 @pytest.mark.slow
-def test_a_mark_may_ask_for_fewer_cases(suite: Suite) -> None:
+def test_a_mark_may_set_fewer_cases(suite: Suite) -> None:
     asks = ASKS.format(adapters=f"{RIGHT!r}, profile='least'").replace(
         "gdn_law.assert", "assert gdn_law.profile == 'least'; gdn_law.assert"
     )
@@ -196,7 +196,7 @@ def test_a_mark_may_ask_for_fewer_cases(suite: Suite) -> None:
     assert code == 0, output
 
 
-def test_a_mark_may_ask_for_some_laws(suite: Suite) -> None:
+def test_a_mark_may_name_some_laws(suite: Suite) -> None:
     """Of these the option's, where there are both; without it see test_adapters.py."""
     asks = ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'oracle')")
     _, output = suite.run("--collect-only", "-q", "--gdn-law", "cut", "--gdn-law", "pure", test_kernel=asks)

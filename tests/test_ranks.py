@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.commands import Command
 from tests.processes import alive, gone, opened
+from tests.together import for_each
 from verify.execution.service import answer
 from verify.process.messages import Describe, Join, Question
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
@@ -453,7 +454,7 @@ SPINS, WAITS = dump([(KERNEL, "spin"), OUTERMOST]), dump([*REDUCE, (KERNEL, "run
 
 
 class Rank:
-    """A rank that does at given seconds after the question what it is told: answer, or be lost."""
+    """A rank that answers, or is lost, at given seconds after the question."""
 
     def __init__(
         self, *does: tuple[float, dict[str, Any] | WorkerLost], wrote: str = "", join: dict[str, Any] | None = None
@@ -543,7 +544,7 @@ def test_rank_that_stands_still_waits_for_the_one_that_failed() -> None:
     assert [finding.what for finding in got.findings] == ["raised ValueError: no; while rank 1 is in spin (kernel.py:1)"]
 
 
-@pytest.mark.parametrize(("answers", "starts"), [((HOLDS, HOLDS), 1), ((HOLDS, OFF), 1), ((HOLDS, RAISED), 2)])
+@for_each(("answers", "starts"), [((HOLDS, HOLDS), 1), ((HOLDS, OFF), 1), ((HOLDS, RAISED), 2)])
 def test_group_is_replaced_only_where_ranks_may_have_parted(answers: tuple[dict[str, Any], ...], starts: int) -> None:
     seats = [Rank((0.0, reply)) for reply in answers]
     group = of(*seats)
@@ -572,7 +573,7 @@ def merged(*answers: dict[str, Any], waited: str = "") -> Outcome:
     return Outcome.from_json(merge(dict(enumerate(answers)), waited))
 
 
-@pytest.mark.parametrize("verdict", [Verdict.HOLDS, Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
+@for_each("verdict", [Verdict.HOLDS, Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
 def test_what_all_ranks_decide_alike_is_decided(verdict: Verdict) -> None:
     one = outcome(verdict, "why")
     got = merged(one, one, one)
@@ -584,13 +585,13 @@ def test_same_verdict_for_different_reasons_has_them_all() -> None:
     assert (got.verdict, got.reason) == (Verdict.BLIND, "ranks 0, 2: a; rank 1: b")
 
 
-@pytest.mark.parametrize("verdict", [Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
+@for_each("verdict", [Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
 def test_what_ranks_decide_differently_is_unknown(verdict: Verdict) -> None:
     got = merged(HOLDS, outcome(verdict, "why"), HOLDS)
     assert (got.verdict, got.reason) == (Verdict.UNKNOWN, f"ranks disagree: ranks 0, 2: holds; rank 1: {verdict}: why")
 
 
-@pytest.mark.parametrize("other", [HOLDS, outcome(Verdict.UNKNOWN, "why"), outcome(Verdict.UNSUPPORTED), {"error": "why"}])
+@for_each("other", [HOLDS, outcome(Verdict.UNKNOWN, "why"), outcome(Verdict.UNSUPPORTED), {"error": "why"}])
 def test_finding_of_one_rank_breaks_the_law_whatever_the_others_say(other: dict[str, Any]) -> None:
     got = merged(other, OFF)
     assert got.verdict is Verdict.BROKEN
@@ -622,7 +623,7 @@ def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
     assert merged(HOLDS, {"error": "no file"}).reason == "ranks disagree: rank 0: holds; rank 1: unknown: no file"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("answers", "parted"),
     [
         ([HOLDS, HOLDS], False),
@@ -638,7 +639,7 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
     assert have_parted(answers) is parted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrote", "description"),
     [
         ("no stack", "at an unknown place"),
@@ -719,7 +720,7 @@ def test_ranks_that_are_spent_do_not_answer_again(group: RankGroup) -> None:
     assert not {*before} & {*ranks_after("none")}
 
 
-def test_where_gdn_verify_failed_is_told_of_all_ranks() -> None:
+def test_the_place_where_gdn_verify_failed_is_reported_of_all_ranks() -> None:
     failed = Outcome(
         Verdict.UNKNOWN,
         reason="gdn-verify failed: RuntimeError: mixed",

@@ -18,6 +18,7 @@ from properties.rules.case import Case
 from properties.traces.case import TraceCase
 from tests import reach_adapters as adapters
 from tests import reach_library as library
+from tests.together import for_each
 from verify.adapters import loader
 from verify.adapters.base import Adapter
 from verify.adapters.registry import AdapterError
@@ -108,8 +109,8 @@ def test_api_names_the_function_if_it_is_another_one() -> None:
     assert [*seen(adapter=Module()).functions] == ["tests.reach_library:Norm.__init__"]
 
 
-@pytest.mark.parametrize("api", ["tests.reach_library:gait", "no.such.module:gate", "math:sqrt"])
-def test_an_api_that_names_nothing_is_told_and_is_no_fault_of_the_implementation(api: str) -> None:
+@for_each("api", ["tests.reach_library:gait", "no.such.module:gate", "math:sqrt"])
+def test_an_api_that_names_nothing_is_reported_and_is_no_fault_of_the_implementation(api: str) -> None:
     adapter = adapters.UnpassedOption()
     adapter.api = api  # type: ignore[misc]
     with recorder.recording() as reach, recorder.arguments(adapter):
@@ -128,7 +129,7 @@ def test_a_function_that_its_module_does_not_name_must_be_named_in_api(monkeypat
     assert gap.endswith("in api")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "wrong"),
     [("api", "gate"), ("api", 3), ("omits", ["fast"]), ("omits", {"fast": ""}), ("omits", {"fast": 1})],
 )
@@ -226,7 +227,7 @@ def test_a_reach_comes_back_from_plain_data() -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-def test_the_size_of_a_reach_is_bounded_and_what_does_not_fit_is_told() -> None:
+def test_the_size_of_a_reach_is_bounded_and_what_does_not_fit_is_reported() -> None:
     reach = Reach()
     for number in range(2 * reaches.MOST_FUNCTIONS):
         reach.note_call(f"m:f{number}", {f"p{name}": Values({f"'{number}'"}) for name in range(2 * reaches.MOST_PARAMETERS)})

@@ -1,4 +1,4 @@
-"""Illegal input: our own contract refuses all of it, and what an implementation does is told apart."""
+"""Illegal input: our own contract refuses all of it, and the probe distinguishes what implementations do."""
 
 import os
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
 from properties.rules.illegal import OF_RULES, PACKED
 from tests.right import Chunkwise
+from tests.together import for_each
 from verify.execution.refusals import probe
 from verify.execution.service import answer
 from verify.gpu import autotune
@@ -83,7 +84,7 @@ def test_every_illegal_input_has_its_message_here() -> None:
     assert set(SAID) == set(OF_RULES)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "domain",
     [
         ModuleDomain(activations=("silu",), fixed_widths=(17,), offsets=("int32",)),
@@ -102,7 +103,6 @@ def test_every_illegal_input_has_its_message_here() -> None:
         ),
         Domain("delta_rule", equal_widths=True, grouped_heads=False, scales=("one",), final_dtype="state"),
     ],
-    ids=lambda domain: domain.operation,
 )
 def test_the_call_before_it_is_made_wrong_is_in_the_conventions_of_the_domain(domain: Any) -> None:
     illegal, said = book_of(domain).illegal, 0
@@ -120,14 +120,14 @@ def test_the_call_before_it_is_made_wrong_is_in_the_conventions_of_the_domain(do
     assert said >= 2
 
 
-@pytest.mark.parametrize("name", OF_RULES)
+@for_each("name", OF_RULES)
 def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
     with pytest.raises(ValueError, match=SAID[name]):
         PACKED.spec.check(OF_RULES[name](PACKED.inputs()))
 
 
-@pytest.mark.parametrize("name", OF_RULES)
-def test_probe_tells_refusing_from_silent(name: str) -> None:
+@for_each("name", OF_RULES)
+def test_probe_distinguishes_refused_and_silent(name: str) -> None:
     assert probe(Refuses(), name) == "refuses (TypeError)"
     assert probe(Silent(), name) == "returns numbers without an error"
     assert probe(Unpacked(), name).startswith("not run: ")
@@ -140,7 +140,7 @@ def test_probe_passes_the_options_of_the_domain() -> None:
 
 
 class FollowsANumber(Refuses):
-    """Raises what it was told about configurations, in place of a kernel that Triton would time for a minute."""
+    """Raises an error that names configurations, in place of a kernel that Triton would time for a minute."""
 
     def run(self, x: Inputs) -> Any:
         assert autotune._left_out == (("kernel", "BK=4"),)

@@ -1,4 +1,4 @@
-"""Every line of regressions.txt holds: right implementations that were once told wrong."""
+"""Every line of regressions.txt holds: right implementations that were once reported as wrong."""
 
 import itertools
 import pathlib

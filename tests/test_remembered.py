@@ -1,4 +1,4 @@
-"""What broke is asked first by whoever comes next, until it holds again; the file may be shared, torn or somebody else's."""
+"""The next check runs first what broke, until it holds again; the file may be shared, torn or somebody else's."""
 
 import fcntl
 import os
@@ -15,6 +15,7 @@ from properties.words.example import Example
 from tests.alone import told
 from tests.answering import Answering
 from tests.test_pytest_plugin import ASKS, Suite
+from tests.together import for_each
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli.pytest_plugin import LawItem
@@ -44,7 +45,7 @@ def run(law: str = "oracle", adapter: str = RIGHT, length: int = 3, **more: str)
     return Run(law, adapter, Example(Case((length,))), **more)
 
 
-def test_what_is_kept_is_asked_the_newest_first_and_only_of_its_law_adapter_and_device(tmp_path: pathlib.Path) -> None:
+def test_what_is_kept_runs_newest_first_and_only_for_its_law_adapter_and_device(tmp_path: pathlib.Path) -> None:
     examples = Examples(tmp_path / "new")
     assert examples.of(RIGHT, "oracle") == []
     for entry in (run(length=1), run("pure"), run(adapter="zoo/Hangs"), run(length=2), run(device="cuda", length=9), run(length=1)):
@@ -92,7 +93,7 @@ STRANGE = (
 )
 
 
-@pytest.mark.parametrize("strange", STRANGE, ids=range(len(STRANGE)))
+@for_each("strange", STRANGE)
 def test_a_line_that_is_no_run_costs_one_line_of_warning_and_stays_where_it_is(tmp_path: pathlib.Path, strange: bytes) -> None:
     good = str(run()).encode()
     (tmp_path / FILE).write_bytes(good + b"\n\n" + strange + b"\n")
@@ -108,7 +109,7 @@ def test_a_line_that_is_no_run_costs_one_line_of_warning_and_stays_where_it_is(t
 
 
 def test_lines_of_others_are_left_to_them(tmp_path: pathlib.Path) -> None:
-    """An adapter whose file is gone, a law of another version: nobody asks about them here."""
+    """An adapter whose file is gone, a law of another version: they do not run here."""
     (tmp_path / FILE).write_text("law=oracle adapter=gone.py:Kernel lengths=3\nlaw=newer adapter=fla/chunk lengths=3 shape=round\n")
     examples = Examples(tmp_path)
     assert (examples.of(RIGHT, "oracle"), examples.trouble) == ([], "")
@@ -128,7 +129,7 @@ def test_no_bytes_that_a_file_may_hold_raise(tmp_path: pathlib.Path) -> None:
         assert examples.of(RIGHT, "oracle")[0] == run(length=9)
 
 
-@pytest.mark.parametrize("where", ["file/below", "loop", "/proc/gdn-verify"])
+@for_each("where", ["file/below", "loop", "/proc/gdn-verify"])
 def test_a_folder_that_cannot_be_used_is_said_once_and_stops_nothing(tmp_path: pathlib.Path, where: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -241,7 +242,7 @@ def broken_when_long(run: Run) -> float:
     return 2.0 if run.example.case.tokens > 100 else 0.5
 
 
-def test_what_broke_is_asked_first_and_forgotten_when_it_holds(tmp_path: pathlib.Path) -> None:
+def test_what_broke_runs_first_and_is_forgotten_when_it_holds(tmp_path: pathlib.Path) -> None:
     worker = Answering(broken_when_long)
     assert checked(worker, tmp_path, Examples(tmp_path)) is Verdict.BROKEN
     entries = Examples(tmp_path).of(RIGHT, "cut")
@@ -258,11 +259,11 @@ def test_what_broke_is_asked_first_and_forgotten_when_it_holds(tmp_path: pathlib
     mended = Answering()
     assert checked(mended, tmp_path, Examples(tmp_path)) is Verdict.HOLDS
     assert mended.asked[:2] == [str(entry) for entry in entries]
-    assert len(mended.asked) == 14, "they are asked besides what is drawn"
+    assert len(mended.asked) == 14, "they run in addition to what is drawn"
     assert Examples(tmp_path).of(RIGHT, "cut") == []
 
 
-def test_nobody_asks_who_is_told_not_to(tmp_path: pathlib.Path) -> None:
+def test_no_examples_are_read_with_the_option_against_them(tmp_path: pathlib.Path) -> None:
     plain = Answering()
     checked(plain, tmp_path / "none", None)
     checked(Answering(broken_when_long), tmp_path, Examples(tmp_path, asked=False))
@@ -285,7 +286,7 @@ def test_a_check_that_is_over_drops_nothing(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
+def test_the_command_line_runs_what_it_kept_and_warns_in_one_line(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -304,7 +305,7 @@ def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
     assert capfd.readouterr().err == ""
 
 
-def test_an_item_of_a_suite_asks_only_where_the_suite_does(tmp_path: pathlib.Path) -> None:
+def test_an_item_of_a_suite_uses_examples_only_where_the_suite_does(tmp_path: pathlib.Path) -> None:
     checked(Answering(broken_when_long), tmp_path, Examples(tmp_path))
     line = str(Examples(tmp_path).of(RIGHT, "cut")[0])
     for remembers in (False, True):
@@ -314,7 +315,7 @@ def test_an_item_of_a_suite_asks_only_where_the_suite_does(tmp_path: pathlib.Pat
 
 
 @pytest.mark.slow
-def test_a_suite_asks_what_was_kept_if_it_is_told_to(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_runs_what_was_kept_with_the_option_for_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = Suite(pytester, monkeypatch)
     (suite.folder / "kernel.py").write_text(AT_77)
     (suite.folder / ".gdn-verify").mkdir()

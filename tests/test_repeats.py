@@ -54,42 +54,42 @@ def explained(worker: Any, folder: pathlib.Path, found: str = FOUND, outcome: Ou
 def test_shrinking_has_half_the_time_on_a_gpu(tmp_path: pathlib.Path, device: str, limit: str) -> None:
     long = Outcome(Verdict.BROKEN, WRONG.findings, cpu_s=14.0)
     found = FOUND.replace("lengths=", f"{device}lengths=")
-    told = explained(Processes(lambda run, before, process: long), tmp_path, found, long)
-    assert told.small.limit == limit
+    result = explained(Processes(lambda run, before, process: long), tmp_path, found, long)
+    assert result.small.limit == limit
 
 
 def test_a_failure_that_repeats_costs_one_new_process(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: WRONG if run.example.case.tokens > 7 else RIGHT)
-    told = explained(worker, tmp_path)
-    assert (told.repeats, told.run.example.case.lengths, worker.process) == ("yes", (8,), 2)
-    assert ("lengths=7", "holds") in told.small.neighbours
+    result = explained(worker, tmp_path)
+    assert (result.repeats, result.run.example.case.lengths, worker.process) == ("yes", (8,), 2)
+    assert ("lengths=7", "holds") in result.small.neighbours
 
 
 def test_a_failure_by_chance_is_not_shrunk(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: RIGHT)
-    told = explained(worker, tmp_path)
-    assert (told.repeats, str(told.run), told.outcome, told.small.neighbours) == ("no", FOUND, WRONG, ())
+    result = explained(worker, tmp_path)
+    assert (result.repeats, str(result.run), result.outcome, result.small.neighbours) == ("no", FOUND, WRONG, ())
     assert (worker.process, len(worker.asked)) == (2, 2), "once where it was found, and once in a fresh process"
 
 
 def test_a_failure_that_a_fresh_process_alone_shows_is_shrunk_in_fresh_ones(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: WRONG if process > 1 and not before and run.example.case.tokens > 7 else RIGHT)
-    told = explained(worker, tmp_path)
-    assert (told.repeats, told.run.example.case.lengths) == ("only afresh", (8,))
-    assert ("lengths=7", "holds") in told.small.neighbours
+    result = explained(worker, tmp_path)
+    assert (result.repeats, result.run.example.case.lengths) == ("only afresh", (8,))
+    assert ("lengths=7", "holds") in result.small.neighbours
 
 
 def test_a_failure_that_earlier_calls_decide_has_no_neighbours(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: WRONG if process == 1 and run.example.case.tokens > 7 else RIGHT)
-    told = explained(worker, tmp_path)
-    assert (told.repeats, told.run.example.case.lengths) == ("no", (8,)), "small, where earlier calls made it fail"
-    assert (told.small.neighbours, told.small.others) == ((), ())
+    result = explained(worker, tmp_path)
+    assert (result.repeats, result.run.example.case.lengths) == ("no", (8,)), "small, where earlier calls made it fail"
+    assert (result.small.neighbours, result.small.others) == ((), ())
 
 
 def test_the_found_case_stands_if_it_alone_repeats(tmp_path: pathlib.Path) -> None:
     worker = Processes(lambda run, before, process: WRONG if process == 1 or run.example.case.tokens == 130 else RIGHT)
-    told = explained(worker, tmp_path)
-    assert (told.repeats, str(told.run), told.small.neighbours) == ("yes", FOUND, ())
+    result = explained(worker, tmp_path)
+    assert (result.repeats, str(result.run), result.small.neighbours) == ("yes", FOUND, ())
 
 
 def test_what_has_been_confirmed_in_a_fresh_process_is_not_run_there_again(tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import causes, distributed, failures, oracles, pairs, records, results, soundness, speed, steady
+from tests.together import for_each
 from verify.process.outcome import Verdict
 
 RECORD = {"table": "speed", "what": "a start", "command": "`start`", "machine": "CPU", "date": "2026-11-23", "value": 1.5}
@@ -93,7 +94,7 @@ def test_an_edited_page_is_seen_and_written_again(
     assert run("--check") == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "words"),
     [
         ({"machine": None}, "must have machine, got none (what='a start')"),

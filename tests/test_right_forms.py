@@ -15,6 +15,7 @@ from properties.rules.domain import STRENGTHS, Domain
 from properties.rules.laws import LAWS
 from properties.words.example import Example
 from tests import right, right_forms
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.bench import adapter_bench as bench
 from verify.execution import judging
@@ -89,7 +90,7 @@ def test_only_the_scales_of_the_domain_are_drawn() -> None:
     assert "scale" not in variants
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "message"),
     [
         ({"scales": ()}, r"scales must be a tuple of some of default, one, half, got \(\)"),

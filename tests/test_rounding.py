@@ -17,6 +17,7 @@ from oracles.arithmetic import grids, rounding, words
 from oracles.arithmetic.rounding import BITS, FP16_STEP, Arithmetic
 from oracles.operation import DTYPES
 from tests.roundings import arithmetic, numbers
+from tests.together import for_each
 
 ROWS = 4096
 
@@ -40,7 +41,7 @@ def _forget_grids() -> None:
 
 
 @pytest.mark.usefixtures("plain_grid")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_on_the_plain_grid_rounding_is_the_cast(dtype: str) -> None:
     x = numbers(5, 64, 64)
     want = x[0].to(DTYPES[dtype]).double()
@@ -62,7 +63,7 @@ def test_on_the_plain_grid_fp16_subnormals_are_multiples_of_their_step() -> None
     assert not torch.equal(without, got)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_first_run_is_untouched_to_the_bit(dtype: str) -> None:
     for shape in ((3,), (2, 5), (2, 3, 7), (4, 2, 16, 16)):
         x = numbers(9, *shape, low=-40, high=40)
@@ -72,7 +73,7 @@ def test_first_run_is_untouched_to_the_bit(dtype: str) -> None:
         assert all(not torch.equal(got[run], x[run]) for run in range(1, 9))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24), ("tf32", 10)])
+@for_each(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24), ("tf32", 10)])
 def test_errors_are_unbiased_and_of_the_size_of_a_rounding(dtype: str, bits: int) -> None:
     x = numbers(9, 1, ROWS, 8)
     error = (arithmetic("fp32").dither(x, f"place {dtype}", bits) - x) / x / 2.0**-bits
@@ -232,8 +233,8 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
 
 
 @pytest.mark.usefixtures("plain_grid")
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24)])
-@pytest.mark.parametrize("bits", [8, 10, 11, 20, 21])
+@for_each(("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24)])
+@for_each("bits", [8, 10, 11, 20, 21])
 def test_clearing_bits_rounds_as_splitting_does(bits: int, dtype: torch.dtype, digits: int) -> None:
     x = numbers(2, 64, 64)[1].to(dtype)
     high = (2.0 ** (digits - bits) + 1.0) * x  # Veltkamp's splitting: round to nearest (Dekker 1971)
@@ -245,8 +246,8 @@ def test_clearing_bits_rounds_as_splitting_does(bits: int, dtype: torch.dtype, d
     assert tie.double().mean() < 0.2
 
 
-@pytest.mark.parametrize("bits", [8, 11, 21])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@for_each("bits", [8, 11, 21])
+@for_each("dtype", [torch.float64, torch.float32])
 def test_several_places_at_once_round_as_each_by_itself(dtype: torch.dtype, bits: int) -> None:
     for rule in (arithmetic("fp16", 5), dataclasses.replace(arithmetic("fp16", 4), first=1)):
         x = numbers(rule.runs, 3, 2, 8, 12).to(dtype)
@@ -284,7 +285,7 @@ def test_several_places_may_each_have_bits_of_their_own(dtype: torch.dtype) -> N
         assert rule.stacked(x, ("a", "b", "c"), (53, 53, 53)).equal(x)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: str) -> None:
     kind = torch.float64 if dtype == "fp32" else torch.float32
     for rule in (arithmetic(dtype, 5), dataclasses.replace(arithmetic(dtype, 4), first=1)):
@@ -304,7 +305,7 @@ def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: 
     assert torch.equal(exact.rough(x, x), x * x)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> None:
     x = numbers(8, 3, 8, 8)
     for runs in (2, 4, 8, 24):
@@ -332,29 +333,29 @@ def test_odd_runs_of_each_set_are_stratified() -> None:
 
 
 def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    computed = []
 
     def make(name: str, size: int) -> tuple[Tensor, Tensor]:
-        asked.append(name)
+        computed.append(name)
         return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
 
     monkeypatch.setattr(grids, "_cache_limit", lambda device: 2 * 8 * 100)
     get = grids.cached(make)
     for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
         assert len(get(name, size)[0]) == size
-    assert asked == ["small", "large", "large"], "what takes over an eighth is not kept"
+    assert computed == ["small", "large", "large"], "what takes over an eighth is not kept"
     for name in "abcdefgh":
         get(name, 12)
     get("h", 12)
     get("b", 12)
-    assert asked[3:] == list("abcdefgh"), "a hundred numbers are two small ones and eight of twelve: all but the first are there"
+    assert computed[3:] == list("abcdefgh"), "a hundred numbers are two small ones and eight of twelve: all but the first are there"
     get("small", 10)
-    assert asked[-1] == "small", "the first made is the first forgotten"
+    assert computed[-1] == "small", "the first made is the first forgotten"
     get("a", 12)
-    assert asked[-1] == "a"
+    assert computed[-1] == "a"
     get.clear()
     get("a", 12)
-    assert asked[-2:] == ["a", "a"]
+    assert computed[-2:] == ["a", "a"]
 
 
 def _start(place: str, run: int) -> int:
@@ -372,7 +373,7 @@ def test_runs_from_the_first_on_are_those_of_run_zero_and_others() -> None:
     assert not Arithmetic.exact().rounds
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("bf16", 21)])
+@for_each(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("bf16", 21)])
 def test_float32_runs_round_to_as_many_bits_as_float64_ones(dtype: str, bits: int) -> None:
     rule = dataclasses.replace(arithmetic(dtype, 8), first=1)
     x = numbers(8, 1, ROWS, 8).float().double()

@@ -16,11 +16,12 @@ from oracles.tolerance.bound import Bound, bounds, truth
 from properties.rules.case import Case
 from tests.over_bounds import LINE
 from tests.roundings import arithmetic
+from tests.together import for_each
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
+@for_each("dtype", ["bf16", "fp16", "fp32"])
+@for_each("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
 def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes: tuple[int, ...]) -> None:
     words = f"lengths=40+40 heads=2 value_heads=2 key_dim=8 value_dim=4 state=random dtype={dtype} gate=64"
     case = Case.parse(words)
@@ -36,8 +37,8 @@ def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes:
             torch.testing.assert_close(got[name].allowed, limit.allowed, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("words", ["op=gated_delta_rule", "op=kda"])
-@pytest.mark.parametrize("kind", [("chunkwise", "fp32", "ieee"), ("chunkwise", "fp32", "tf32"), ("chunkwise", "bf16", "ieee")])
+@for_each("words", ["op=gated_delta_rule", "op=kda"])
+@for_each("kind", [("chunkwise", "fp32", "ieee"), ("chunkwise", "fp32", "tf32"), ("chunkwise", "bf16", "ieee")])
 def test_a_single_run_that_does_not_round_is_the_truth(words: str, kind: tuple[str, str, str]) -> None:
     case = Case.parse(f"{words} lengths=40 key_dim=8 value_dim=4 state=random dtype=fp32")
     cotangents = {name: cotangent.double() for name, cotangent in case.cotangents().items()}

@@ -11,6 +11,7 @@ from oracles.arithmetic.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summ
 from oracles.norm import Normalised
 from oracles.tolerance import bound
 from tests.roundings import arithmetic, numbers
+from tests.together import for_each
 
 # Places: what rounds ahead and what rounds back
 
@@ -38,7 +39,7 @@ def is_rounded(got: Tensor, x: Tensor, bits: int) -> None:
     assert error.max() > 0.9 * 2.0**-bits
 
 
-@pytest.mark.parametrize("name", PLACES)
+@for_each("name", PLACES)
 def test_place_rounds_the_value_and_its_cotangent_as_it_says(name: str) -> None:
     place, ahead, back = PLACES[name]
     x, cotangent = numbers(9, 2, 32, 32).requires_grad_(), numbers(9, 2, 32, 32) * 0.7
@@ -51,8 +52,8 @@ def test_place_rounds_the_value_and_its_cotangent_as_it_says(name: str) -> None:
         assert not same_errors, "backward is another place"
 
 
-@pytest.mark.parametrize("bits", ["bf16", "fp16"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@for_each("bits", ["bf16", "fp16"])
+@for_each("dtype", ["bf16", "fp16", "fp32"])
 def test_a_gradient_in_another_dtype_has_that_dtypes_step(dtype: str, bits: str) -> None:
     x, cotangent = numbers(9, 64, 64).requires_grad_(), numbers(9, 64, 64, low=-30, high=8)
     got = arithmetic(dtype).gradient(x, "p", BITS[bits])
@@ -62,7 +63,7 @@ def test_a_gradient_in_another_dtype_has_that_dtypes_step(dtype: str, bits: str)
     assert (off > relative).any() == (bits == "fp16"), "below fp16's normal numbers its step is larger than a relative error"
 
 
-@pytest.mark.parametrize("name", PLACES)
+@for_each("name", PLACES)
 def test_exact_arithmetic_returns_its_argument(name: str) -> None:
     x = numbers(1, 3, 4)
     assert PLACES[name][0](Arithmetic.exact(), x) is x
@@ -70,7 +71,7 @@ def test_exact_arithmetic_returns_its_argument(name: str) -> None:
     assert torch.equal(Arithmetic.exact().multiply(x, x.mT, "p"), x @ x.mT)
 
 
-@pytest.mark.parametrize(("dtype", "products", "bits"), [("fp32", "ieee", 24), ("fp32", "tf32", 10), ("bf16", "ieee", EXACT)])
+@for_each(("dtype", "products", "bits"), [("fp32", "ieee", 24), ("fp32", "tf32", 10), ("bf16", "ieee", EXACT)])
 def test_products_err_by_their_operands_forward_and_backward(dtype: str, products: str, bits: int) -> None:
     a, b = numbers(9, 2, 16, 16).requires_grad_(), numbers(9, 2, 16, 16).mT.clone().requires_grad_()
     rule = arithmetic(dtype, products=products)
@@ -132,7 +133,7 @@ def test_choice_of_two_runs_is_made_by_turns() -> None:
     assert by_part == list(by_chunk[64])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, pointwise, got 'quadratic'"),

@@ -15,6 +15,7 @@ from properties.rules.drawing import cases
 from tests import right
 from tests.over_bounds import broken
 from tests.right_rules import ChannelChunkwise, NoGates, TokenByToken
+from tests.together import for_each
 
 # Bounds of the delta rule and of KDA: right implementations hold, wrong ones do not
 
@@ -127,8 +128,8 @@ def broken_by_the_right_one(kind: type[right.Chunkwise], case: Case) -> set[str]
 
 
 @pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda value: getattr(value, "__name__", None))
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.slow_after_first
+@for_each("dtype", DTYPES)
 def test_wrong_implementation_is_rejected_where_it_is_wrong(
     dtype: str, operation: str, wrong: type[right.Chunkwise], seen: set[str]
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.together import for_each
 from verify.bench import guards
 from verify.cli import check_command, exits
 from verify.cli import main as cli
@@ -35,8 +36,8 @@ SLOW_FIXTURES = ("worker_under_it",)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
 # It is no sanitizer and sees no kernel. It takes the options, runs the command as the real one does, pipes included, and writes a
-# log in the real one's form. What it reports it is told: a "kernel" that does wrong says so in a file beside the log, where the
-# real one would be told by the driver.
+# log in the real one's form. A file decides what it reports: a "kernel" that does wrong says so in a file beside the log, where the
+# real one would learn it from the driver.
 FAKE = """#!{python}
 import os, subprocess, sys, time
 words = sys.argv[1:]
@@ -134,7 +135,7 @@ def test_what_it_reports_breaks_the_law_and_is_shrunk(
 
 
 @pytest.mark.slow
-def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(worker_under_it: Worker, tmp_path: pathlib.Path) -> None:
+def test_a_right_kernel_holds_under_it_and_several_at_once_do_not_mix(worker_under_it: Worker, tmp_path: pathlib.Path) -> None:
     worker = worker_under_it
     with Check(Settings(RIGHT, ["recall"], Profile("few", 6), 0), [worker], Store(tmp_path / "a")) as check:
         (report,) = check.run()
@@ -227,7 +228,9 @@ def test_a_sanitizer_that_stops_working_decides_nothing(tmp_path: pathlib.Path, 
 
 
 @pytest.mark.slow
-def test_what_it_reports_of_illegal_input_is_told_and_not_judged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_reports_of_illegal_input_is_printed_and_not_judged(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     log.write_text("========= COMPUTE-SANITIZER\n")
     monkeypatch.setenv(sanitize.LOG, str(log))
@@ -284,7 +287,7 @@ OLD = """========= Uninitialized __global__ memory read of size 4 bytes
 """
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "want"),
     [
         (BARRIER, ["Barrier error detected. Divergent thread(s) in block in kernel wholes(int *, int *)"]),
@@ -325,7 +328,7 @@ def test_the_sanitizers_own_failure_is_no_report(line: str) -> None:
     assert reports(f"========= {line}\n") == ([], line)
 
 
-def test_reports_that_are_alike_are_one_finding_and_few_are_told() -> None:
+def test_reports_that_are_alike_are_one_finding_and_few_are_printed() -> None:
     same = [Report("read out of bounds", "one", "4 bytes of global memory", f"by thread ({place},0,0)") for place in range(3)]
     others = [Report("race", f"kernel {place}") for place in range(9)]
     results = findings([*same, *others])
@@ -445,7 +448,7 @@ def test_the_command_line_runs_workers_under_it(
     program = fake(tmp_path)
     monkeypatch.setattr(sanitize, "find", lambda: program)
     monkeypatch.setattr(devices, "gpus", lambda: 1)
-    monkeypatch.setattr(check_command, "device_of", lambda asked: "cpu")
+    monkeypatch.setattr(check_command, "device_of", lambda device: "cpu")
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 4)
     kernel(tmp_path)
     words = ("check", "kernel.py:Kernel", "--law", "pure", "--sanitize", "--workers", "1", "--profile", "few")

@@ -28,6 +28,7 @@ from properties.rules.domain import Domain
 from properties.traces.domain import TraceDomain
 from properties.words.sizes import MOST, sized
 from tests.answering import Answering
+from tests.together import for_each
 from verify.cli.main import main
 from verify.engine.check import Check
 from verify.engine.climb import climb
@@ -207,16 +208,16 @@ def test_an_installation_beside_a_module_of_constants_has_the_cases_of_a_clone(t
 # The verb `draw`
 
 
-@pytest.mark.parametrize("domain", DOMAINS, ids=lambda domain: f"{type(domain).__name__} {domain.operation}")
+@for_each("domain", DOMAINS)
 def test_draw_prints_what_a_check_runs(domain: Any, tmp_path: pathlib.Path) -> None:
     settings = Settings("zoo/Chunkwise", None, Profile("some", 2), 11)
-    asked, drawn = Answering(domain=domain, cost="quick"), Answering(domain=domain, cost="quick")
-    with Check(settings, [asked], Store(tmp_path / "check"), defects=[]) as check:  # type: ignore[list-item]
+    checked, drawn = Answering(domain=domain, cost="quick"), Answering(domain=domain, cost="quick")
+    with Check(settings, [checked], Store(tmp_path / "check"), defects=[]) as check:  # type: ignore[list-item]
         check.run()
     with Check(settings, [drawn], Store(tmp_path / "draw"), defects=[]) as check:  # type: ignore[list-item]
         printed = {law: [str(run) for run in runs] for law, runs, _ in check.drawn()}
     ran: dict[str, list[str]] = {}
-    for line in asked.asked:
+    for line in checked.asked:
         ran.setdefault(line.partition(" ")[0].removeprefix("law="), []).append(line)
     assert {law: runs for law, runs in printed.items() if runs} == ran
     assert drawn.asked == []

@@ -92,7 +92,7 @@ def test_an_answer_is_kept_for_what_it_depends_on(runs: list[str], tmp_path: Pat
     assert [self_test.failures("9.9.9") for _ in range(2)] == [["run 7"], ["run 8"]]
 
 
-def test_a_process_that_dies_is_asked_again(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_replaced_and_computes_again(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "run", lambda: (["exit code -9"], False))
     assert self_test.failures("9.9.9") == ["exit code -9"]
     monkeypatch.setattr(self_test, "run", lambda: ([], True))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from tests.alone import told
+from tests.together import for_each
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.registry import BUILT_IN
@@ -165,7 +166,7 @@ def test_bits_are_more_than_values(dtype: torch.dtype) -> None:
     assert not torch.equal(nans, nans) and claims.bits_equal(nans, nans.clone())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unequal", "text"),
     [
         (set(), "equal to the bit in every block size"),
@@ -177,9 +178,9 @@ def test_block_sizes_with_equal_bits_stand_together(unequal: set[tuple[int, int]
     assert claims.equality((4, 8, 16), unequal, 0.25) == text
 
 
-@pytest.mark.parametrize(("kernel", "adapter"), [*zip(claims.KERNELS, ADAPTERS, strict=True)], ids=ADAPTERS)
+@for_each(("kernel", "adapter"), [*zip(claims.KERNELS, ADAPTERS, strict=True)])
 def test_cases_are_inside_what_the_kernel_promises(kernel: claims.Kernel, adapter: str) -> None:
-    module, _, name = BUILT_IN[adapter].partition(":")  # without `load`, which asks for an installed SGLang
+    module, _, name = BUILT_IN[adapter].partition(":")  # without `load`, which needs an installed SGLang
     domain = getattr(importlib.import_module(module), name).domain
     for sizes, state_dtype in itertools.product((REAL, TINY), {*kernel.state_dtypes} & {*domain.state_dtypes}):
         every = claims.cases(kernel, setting(sizes=sizes), state_dtype)
@@ -286,14 +287,14 @@ def test_without_sglang_one_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_kernel_has_its_rows(monkeypatch: pytest.MonkeyPatch, provide: Callable[[Any], None]) -> None:
     provide(Rule())
     monkeypatch.setattr(claims, "KERNELS", (UPDATE,))
-    told: list[str] = []
-    rows: Iterator[Row] = itertools.chain(claims.right(setting(tell=told.append)), claims.fast(setting(tell=told.append)))
+    messages: list[str] = []
+    rows: Iterator[Row] = itertools.chain(claims.right(setting(tell=messages.append)), claims.fast(setting(tell=messages.append)))
     assert [(row.what.rpartition(", ")[0] or row.what, bool(row.answers)) for row in rows] == [
         ("fused_recurrent_gated_delta_rule_update, fp32 states, BV 4, 8, 16, 32", True),
         ("fused_recurrent_gated_delta_rule_update, bf16 states, BV 4, 8, 16, 32", True),
         ("fused_recurrent_gated_delta_rule_update", False),
     ]
-    assert told == [
+    assert messages == [
         "fused_recurrent_gated_delta_rule_update, fp32 states: right in every block size?",
         "fused_recurrent_gated_delta_rule_update, bf16 states: right in every block size?",
         "fused_recurrent_gated_delta_rule_update, 1/1 of the layer: times",

@@ -52,7 +52,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 def asking(library: str, folder: pathlib.Path, **settings: Any) -> Iterator[Ask]:
-    """A function that asks a worker of its own, which finds the library where --path would put it."""
+    """A function that runs a question in a worker of its own, which finds the library where --path would put it."""
     for name in NEEDED[library]:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install {name}")

@@ -3,6 +3,7 @@
 import pytest
 
 from properties.traces.laws import TRACE_LAWS
+from tests.kills import unexplained
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
@@ -35,13 +36,10 @@ def test_sglangs_engine_holds_on_a_trace_of_every_event(law: str, sglang_worker:
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("fault", "law"), PLANTED.items())
 @pytest.mark.slow
-def test_a_planted_fault_is_found(
-    fault: str, law: str, sglang_worker: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)
+def test_a_planted_fault_is_found(fault: str, law: str, sglang_worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"tests/wrong_mamba.py:{fault}", [law], Profile("p", 16))
-    with Check(settings, [sglang_worker], store, defects=[]) as check:
+    with unexplained(), Check(settings, [sglang_worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, report.counts
     assert sum(report.counts.values()) <= 16

@@ -38,6 +38,7 @@ from oracles.sharding import (
     shard_hidden,
     tokens,
 )
+from tests.together import for_each
 
 Cut = Callable[[Layer, str, Rank, str], Tensor]
 KeyOf = Callable[[int, int, int], int]
@@ -227,8 +228,8 @@ def cut_in_one_block(layer: Layer, source: Sequence[Shard], mesh: Mesh) -> list[
     return [dataclasses.replace(piece, value=whole.chunk(mesh.tp, axis)[piece.rank.tp]) for piece in right]
 
 
-@pytest.mark.parametrize("name", ["in_proj.weight", "conv.weight", "conv.bias"])
-@pytest.mark.parametrize("wrong", [joined_and_cut_again, cut_in_one_block])
+@for_each("name", ["in_proj.weight", "conv.weight", "conv.bias"])
+@for_each("wrong", [joined_and_cut_again, cut_in_one_block])
 def test_resharding_without_sections_is_rejected(name: str, wrong: Callable[..., list[Shard]]) -> None:
     source, other = shards(LAYER, name, Mesh(2, 2)), Mesh(4, 1)
     assert same(reshard(LAYER, source, other), shards(LAYER, name, other))
@@ -457,7 +458,7 @@ WRONG_CUTS: dict[Cut, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_CUTS)
+@for_each("wrong", WRONG_CUTS)
 def test_wrong_cut_is_rejected_by_definition_and_by_computation(wrong: Cut) -> None:
     output, _ = TELLING.whole()
     assert misplaced(LAYER, MESH, rows) == set()
@@ -475,7 +476,7 @@ def test_tiled_value_heads_are_rejected_by_computation() -> None:
     assert not torch.equal(by_tiles, problem.whole(tiled)[0]), "tiles of the whole are no tiles of the ranks"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_gradients_reduced_over_other_axes_are_rejected(name: str) -> None:
     _, whole = TELLING.whole()
     _, rank_gradients = TELLING.on_ranks()
@@ -643,204 +644,155 @@ THREE = Layer(hidden=3, heads=3, value_heads=6, key_dim=2, value_dim=3)
 WEIGHT = tagged(LAYER, "in_proj.weight")
 HIDDEN = torch.arange(8).view(4, 2)
 PAIR = (torch.tensor([0, 3]), torch.tensor([1, 2]))
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no tp": (lambda: Mesh(0, 1), "tp must be a whole number from 1 up, got 0"),
-    "half a cp": (lambda: Mesh(1, 0.5), "cp must be a whole number from 1 up, got 0.5"),
-    "a flag": (lambda: Mesh(True, 1), "tp must be a whole number from 1 up, got True"),
-    "tp rank": (lambda: Rank(MESH, 2, 0), "tp rank must be a whole number from 0 up to 1, got 2"),
-    "cp rank": (lambda: Rank(MESH, 0, -1), "cp rank must be a whole number from 0 up to 1, got -1"),
-    "a flag as rank": (lambda: Rank(MESH, 0, True), "cp rank must be a whole number from 0 up to 1, got True"),
-    "half a rank": (lambda: Rank(MESH, 0.0, 0), "tp rank must be a whole number from 0 up to 1, got 0.0"),
-    "stage": (lambda: heads(LAYER, Rank(MESH), "used"), "stage must be one of at rest, in use, got 'used'"),
-    "stage of rows": (lambda: rows(LAYER, "A_log", Rank(MESH), ""), "stage must be one of at rest, in use, got ''"),
-    "name": (lambda: rows(LAYER, "z", Rank(MESH), AT_REST), f"name must be one of {', '.join(NAMES)}, got 'z'"),
-    "heads over tp": (lambda: heads(THREE, Rank(MESH), AT_REST), "heads must be a multiple of the 2 ranks that share them, got 3"),
-    "heads over tp, cp": (
-        lambda: heads(LAYER, Rank(Mesh(2, 4)), IN_USE),
-        "heads must be a multiple of the 8 ranks that share them, got 4",
-    ),
-    "rows over tp": (
-        lambda: rows(THREE, "A_log", Rank(MESH), AT_REST),
-        "heads must be a multiple of the 2 ranks that share them, got 3",
-    ),
-    "rows over tp, cp": (
-        lambda: rows(LAYER, "A_log", Rank(Mesh(1, 8)), IN_USE),
-        "heads must be a multiple of the 8 ranks that share them, got 4",
-    ),
-    "features": (lambda: features(THREE, Rank(MESH), IN_USE), "heads must be a multiple of the 4 ranks that share them, got 3"),
-    "shape": (
-        lambda: shard(LAYER, "A_log", torch.zeros(7), Rank(MESH), AT_REST),
-        "A_log must have shape (8,), got (7,)",
-    ),
-    "axis": (lambda: Shard("x", (2,), 1, Rank(MESH), PAIR[0], HIDDEN), "axis of x must be one of its 1, got 1"),
-    "dtype of rows": (
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Mesh(0, 1), "tp must be a whole number from 1 up, got 0"),
+    (lambda: Mesh(1, 0.5), "cp must be a whole number from 1 up, got 0.5"),
+    (lambda: Mesh(True, 1), "tp must be a whole number from 1 up, got True"),
+    (lambda: Rank(MESH, 2, 0), "tp rank must be a whole number from 0 up to 1, got 2"),
+    (lambda: Rank(MESH, 0, -1), "cp rank must be a whole number from 0 up to 1, got -1"),
+    (lambda: Rank(MESH, 0, True), "cp rank must be a whole number from 0 up to 1, got True"),
+    (lambda: Rank(MESH, 0.0, 0), "tp rank must be a whole number from 0 up to 1, got 0.0"),
+    (lambda: heads(LAYER, Rank(MESH), "used"), "stage must be one of at rest, in use, got 'used'"),
+    (lambda: rows(LAYER, "A_log", Rank(MESH), ""), "stage must be one of at rest, in use, got ''"),
+    (lambda: rows(LAYER, "z", Rank(MESH), AT_REST), f"name must be one of {', '.join(NAMES)}, got 'z'"),
+    (lambda: heads(THREE, Rank(MESH), AT_REST), "heads must be a multiple of the 2 ranks that share them, got 3"),
+    (lambda: heads(LAYER, Rank(Mesh(2, 4)), IN_USE), "heads must be a multiple of the 8 ranks that share them, got 4"),
+    (lambda: rows(THREE, "A_log", Rank(MESH), AT_REST), "heads must be a multiple of the 2 ranks that share them, got 3"),
+    (lambda: rows(LAYER, "A_log", Rank(Mesh(1, 8)), IN_USE), "heads must be a multiple of the 8 ranks that share them, got 4"),
+    (lambda: features(THREE, Rank(MESH), IN_USE), "heads must be a multiple of the 4 ranks that share them, got 3"),
+    (lambda: shard(LAYER, "A_log", torch.zeros(7), Rank(MESH), AT_REST), "A_log must have shape (8,), got (7,)"),
+    (lambda: Shard("x", (2,), 1, Rank(MESH), PAIR[0], HIDDEN), "axis of x must be one of its 1, got 1"),
+    (
         lambda: Shard("x", (4,), 0, Rank(MESH), torch.zeros(2), torch.zeros(2)),
         "rows of x must be a vector of int64, got torch.float32, shape (2,)",
     ),
-    "matrix of rows": (
+    (
         lambda: Shard("x", (4,), 0, Rank(MESH), HIDDEN, torch.zeros(2)),
         "rows of x must be a vector of int64, got torch.int64, shape (4, 2)",
     ),
-    "row twice": (
+    (
         lambda: Shard("x", (4,), 0, Rank(MESH), torch.tensor([1, 1]), torch.zeros(2)),
         "rows of x must be distinct and from 0 up to 3, got 1 2 times",
     ),
-    "row too far": (
+    (
         lambda: Shard("x", (3,), 0, Rank(MESH), PAIR[0], torch.zeros(2)),
         "rows of x must be distinct and from 0 up to 2, got 3 1 times",
     ),
-    "value": (
+    (
         lambda: Shard("x", (4, 2), 0, Rank(MESH, 1, 0), PAIR[0], torch.zeros(2, 3)),
         "x of tp rank 1, cp rank 0 must have shape (2, 2) by its rows, got (2, 3)",
     ),
-    "no shards": (lambda: assemble([]), "shards must be those of every rank, got none"),
-    "two tensors": (
-        lambda: assemble([*of("A_log")[:3], *of("dt_bias")[3:]]),
-        "shards must be of one tensor, got name A_log and dt_bias",
-    ),
-    "two layers": (
+    (lambda: assemble([]), "shards must be those of every rank, got none"),
+    (lambda: assemble([*of("A_log")[:3], *of("dt_bias")[3:]]), "shards must be of one tensor, got name A_log and dt_bias"),
+    (
         lambda: assemble(
             [*of("norm.weight")[:3], Shard("norm.weight", (2,), 0, Rank(MESH, 1, 1), torch.arange(2), torch.zeros(2))]
         ),
         "shards must be of one tensor, got shape (3,) and (2,)",
     ),
-    "two axes": (
+    (
         lambda: assemble(
             changed([Shard("x", (2, 2), 0, rank, torch.arange(2), torch.zeros(2, 2)) for rank in MESH.ranks()], 1, axis=1)
         ),
         "shards must be of one tensor, got axis 0 and 1",
     ),
-    "two meshes": (
+    (
         lambda: assemble([*of("A_log")[:3], of("A_log", Mesh(2, 1))[1]]),
         "shards must be of one mesh, got Mesh(tp=2, cp=2) and Mesh(tp=2, cp=1)",
     ),
-    "two dtypes": (
+    (
         lambda: assemble(changed(of("A_log"), 1, value=of("A_log")[1].value.float())),
         "shards must be of one dtype, got torch.int64 and torch.float32",
     ),
-    "missing rank": (lambda: assemble(of("A_log")[:3]), "shards must be one of every rank, got 0 of tp rank 1, cp rank 1"),
-    "rank twice": (
-        lambda: assemble([*of("A_log"), of("A_log")[2]]),
-        "shards must be one of every rank, got 2 of tp rank 1, cp rank 0",
-    ),
-    "one for another": (
+    (lambda: assemble(of("A_log")[:3]), "shards must be one of every rank, got 0 of tp rank 1, cp rank 1"),
+    (lambda: assemble([*of("A_log"), of("A_log")[2]]), "shards must be one of every rank, got 2 of tp rank 1, cp rank 0"),
+    (
         lambda: assemble(changed(of("A_log"), 1, rank=Rank(MESH, 0, 0))),
         "shards must be one of every rank, got 2 of tp rank 0, cp rank 0",
     ),
-    "overlapping": (
+    (
         lambda: assemble(shifted()),
         "shards of A_log must share all their rows in one order or none, got tp rank 0, cp rank 0 and tp rank 1, cp rank 0",
     ),
-    "rows missing": (lambda: assemble(short()), "shards of A_log must have every row up to 7, got none with row 7"),
-    "unlike replicas": (
+    (lambda: assemble(short()), "shards of A_log must have every row up to 7, got none with row 7"),
+    (
         lambda: assemble(changed(of("A_log"), 1, value=of("A_log")[1].value + 1)),
         "replicas of A_log must be equal bit for bit, got another value on tp rank 0, cp rank 0 and tp rank 0, cp rank 1",
     ),
-    "reshard: missing rank": (
-        lambda: reshard(LAYER, of("A_log")[1:], MESH),
-        "shards must be one of every rank, got 0 of tp rank 0, cp rank 0",
-    ),
-    "reshard: overlapping": (
+    (lambda: reshard(LAYER, of("A_log")[1:], MESH), "shards must be one of every rank, got 0 of tp rank 0, cp rank 0"),
+    (
         lambda: reshard(LAYER, shifted(), MESH),
         "shards of A_log must share all their rows in one order or none, got tp rank 0, cp rank 0 and tp rank 1, cp rank 0",
     ),
-    "reshard: heads": (
-        lambda: reshard(LAYER, of("A_log"), Mesh(8, 1)),
-        "heads must be a multiple of the 8 ranks that share them, got 4",
-    ),
-    "reshard: no parameter": (
+    (lambda: reshard(LAYER, of("A_log"), Mesh(8, 1)), "heads must be a multiple of the 8 ranks that share them, got 4"),
+    (
         lambda: reshard(LAYER, [shard_hidden(HIDDEN, PAIR, rank, sequence_parallel=False) for rank in MESH.ranks()], MESH),
         f"name must be one of {', '.join(NAMES)}, got 'hidden'",
     ),
-    "reshard: another layer": (
-        lambda: reshard(THREE, of("A_log"), Mesh()),
-        "A_log must be (6,) cut along axis 0, got (8,) cut along axis 0",
-    ),
-    "gradients: another layer": (
-        lambda: reduce_gradients(THREE, gradients()),
-        "A_log must be (6,) cut along axis 0, got (8,) cut along axis 0",
-    ),
-    "gradients: no parameter": (
+    (lambda: reshard(THREE, of("A_log"), Mesh()), "A_log must be (6,) cut along axis 0, got (8,) cut along axis 0"),
+    (lambda: reduce_gradients(THREE, gradients()), "A_log must be (6,) cut along axis 0, got (8,) cut along axis 0"),
+    (
         lambda: reduce_gradients(LAYER, [shard_hidden(HIDDEN, PAIR, rank, sequence_parallel=False) for rank in MESH.ranks()]),
         f"name must be one of {', '.join(NAMES)}, got 'hidden'",
     ),
-    "gradients: missing rank": (
-        lambda: reduce_gradients(LAYER, gradients()[:3]),
-        "shards must be one of every rank, got 0 of tp rank 1, cp rank 1",
-    ),
-    "gradients: at rest": (
+    (lambda: reduce_gradients(LAYER, gradients()[:3]), "shards must be one of every rank, got 0 of tp rank 1, cp rank 1"),
+    (
         lambda: reduce_gradients(LAYER, of("A_log")),
         "rows of A_log of tp rank 0, cp rank 0 must be its rows in use, got [0, 1, 2, 3]",
     ),
-    "interleave": (lambda: interleave(LAYER, WEIGHT[:-1]), "in_proj.weight must have shape (80, 3), got (79, 3)"),
-    "concatenate qkvz": (
-        lambda: concatenate(LAYER, WEIGHT[:63], WEIGHT[64:]),
-        "in_proj_qkvz.weight must have shape (64, 3), got (63, 3)",
-    ),
-    "concatenate ba": (
-        lambda: concatenate(LAYER, WEIGHT[:64], WEIGHT[64:, :2]),
-        "in_proj_ba.weight must have shape (16, 3), got (16, 2)",
-    ),
-    "layout of fewer ranks": (
-        lambda: tokens(PAIR[:1], Rank(MESH), sequence_parallel=False),
-        "layout must have the tokens of each of cp = 2 ranks, got 1",
-    ),
-    "layout of numbers": (
+    (lambda: interleave(LAYER, WEIGHT[:-1]), "in_proj.weight must have shape (80, 3), got (79, 3)"),
+    (lambda: concatenate(LAYER, WEIGHT[:63], WEIGHT[64:]), "in_proj_qkvz.weight must have shape (64, 3), got (63, 3)"),
+    (lambda: concatenate(LAYER, WEIGHT[:64], WEIGHT[64:, :2]), "in_proj_ba.weight must have shape (16, 3), got (16, 2)"),
+    (lambda: tokens(PAIR[:1], Rank(MESH), sequence_parallel=False), "layout must have the tokens of each of cp = 2 ranks, got 1"),
+    (
         lambda: tokens((PAIR[0], torch.zeros(2)), Rank(MESH), sequence_parallel=False),
         "layout must have vectors of int64, got torch.float32, shape (2,)",
     ),
-    "layout with a token twice": (
+    (
         lambda: tokens((PAIR[0], PAIR[0]), Rank(MESH), sequence_parallel=False),
         "layout must have every token from 0 up once, got [0, 0, 3, 3]",
     ),
-    "layout without a token": (
+    (
         lambda: tokens((PAIR[0], PAIR[1] + 2), Rank(MESH), sequence_parallel=False),
         "layout must have every token from 0 up once, got [0, 3, 3, 4]",
     ),
-    "tokens over tp": (
+    (
         lambda: tokens(PAIR, Rank(Mesh(3, 2)), sequence_parallel=True),
         "sequence_parallel needs a multiple of tp = 3 tokens on every CP rank, got 2",
     ),
-    "hidden of other tokens": (
+    (
         lambda: shard_hidden(HIDDEN[:3], PAIR, Rank(MESH), sequence_parallel=False),
         "hidden must be [4 tokens, ..., hidden] as the layout has, got shape (3, 2)",
     ),
-    "mesh of two": (lambda: Rank((2, 1)), "mesh must be a Mesh, got tuple"),
-    "mesh to go to": (lambda: reshard(LAYER, [], (2, 1)), "mesh must be a Mesh, got tuple"),
-    "no layer": (lambda: rows(None, "A_log", Rank(MESH), AT_REST), "layer must be a Layer, got NoneType"),
-    "no layer's heads": (lambda: heads(None, Rank(MESH), AT_REST), "layer must be a Layer, got NoneType"),
-    "no layer's order": (lambda: interleaved(None), "layer must be a Layer, got NoneType"),
-    "no rank": (lambda: heads(LAYER, (0, 0), AT_REST), "rank must be a Rank, got tuple"),
-    "no rank's rows": (lambda: rows(LAYER, "A_log", 0, AT_REST), "rank must be a Rank, got int"),
-    "a whole that is an array": (lambda: shard(LAYER, "A_log", [0.0] * 8, Rank(MESH), AT_REST), "A_log must be a Tensor, got list"),
-    "a value that is none": (
-        lambda: Shard("x", (2,), 0, Rank(MESH), torch.arange(2), [0, 1]),
-        "x must be a Tensor, got list",
-    ),
-    "rows that are none": (lambda: Shard("x", (2,), 0, Rank(MESH), [0, 1], torch.zeros(2)), "rows of x must be a Tensor, got list"),
-    "shards of nothing": (lambda: assemble(None), "shards must be a Sequence, got NoneType"),
-    "shards that are tensors": (lambda: assemble([torch.zeros(2)]), "each of shards must be a Shard, got Tensor"),
-    "in_proj that is none": (lambda: interleave(LAYER, None), "in_proj.weight must be a Tensor, got NoneType"),
-    "in_proj of two dtypes": (
+    (lambda: Rank((2, 1)), "mesh must be a Mesh, got tuple"),
+    (lambda: reshard(LAYER, [], (2, 1)), "mesh must be a Mesh, got tuple"),
+    (lambda: rows(None, "A_log", Rank(MESH), AT_REST), "layer must be a Layer, got NoneType"),
+    (lambda: heads(None, Rank(MESH), AT_REST), "layer must be a Layer, got NoneType"),
+    (lambda: interleaved(None), "layer must be a Layer, got NoneType"),
+    (lambda: heads(LAYER, (0, 0), AT_REST), "rank must be a Rank, got tuple"),
+    (lambda: rows(LAYER, "A_log", 0, AT_REST), "rank must be a Rank, got int"),
+    (lambda: shard(LAYER, "A_log", [0.0] * 8, Rank(MESH), AT_REST), "A_log must be a Tensor, got list"),
+    (lambda: Shard("x", (2,), 0, Rank(MESH), torch.arange(2), [0, 1]), "x must be a Tensor, got list"),
+    (lambda: Shard("x", (2,), 0, Rank(MESH), [0, 1], torch.zeros(2)), "rows of x must be a Tensor, got list"),
+    (lambda: assemble(None), "shards must be a Sequence, got NoneType"),
+    (lambda: assemble([torch.zeros(2)]), "each of shards must be a Shard, got Tensor"),
+    (lambda: interleave(LAYER, None), "in_proj.weight must be a Tensor, got NoneType"),
+    (
         lambda: concatenate(LAYER, interleave(LAYER, WEIGHT)[0], interleave(LAYER, WEIGHT)[1].double()),
         f"in_proj_ba.weight must have the dtype of in_proj_qkvz.weight, {WEIGHT.dtype}, got torch.float64",
     ),
-    "sequence parallelism a word": (
-        lambda: shard_hidden(HIDDEN, PAIR, Rank(MESH), sequence_parallel="no"),
-        "sequence_parallel must be a bool, got str",
-    ),
-    "hidden a list": (lambda: shard_hidden([0], PAIR, Rank(MESH), sequence_parallel=False), "hidden must be a Tensor, got list"),
-    "layout a number": (lambda: shard_hidden(HIDDEN, 2, Rank(MESH), sequence_parallel=False), "layout must be a Sequence, got int"),
-    "hidden without width": (
+    (lambda: shard_hidden(HIDDEN, PAIR, Rank(MESH), sequence_parallel="no"), "sequence_parallel must be a bool, got str"),
+    (lambda: shard_hidden([0], PAIR, Rank(MESH), sequence_parallel=False), "hidden must be a Tensor, got list"),
+    (lambda: shard_hidden(HIDDEN, 2, Rank(MESH), sequence_parallel=False), "layout must be a Sequence, got int"),
+    (
         lambda: shard_hidden(HIDDEN[:, 0], PAIR, Rank(MESH), sequence_parallel=False),
         "hidden must be [4 tokens, ..., hidden] as the layout has, got shape (4,)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_illegal_arguments_are_refused(what: str) -> None:
-    call, message = REFUSED[what]
+@for_each(("call", "message"), REFUSED)
+def test_illegal_arguments_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call()
 

@@ -22,6 +22,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.words.example import Example
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.engine.asking import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
 from verify.engine.drawing import seeded
@@ -313,7 +314,7 @@ def test_bounds_are_made_once_and_let_go_after_the_last_of_their_cases(monkeypat
     assert [call.results for call in calls] == [{}] * 5
 
 
-def test_what_nobody_asks_for_is_not_made() -> None:
+def test_what_nobody_uses_is_not_computed() -> None:
     for shared in together(runs_of(*alike())):
         assert shared is not None
         assert (shared.of.results, shared.of.waiting) == ({}, {})
@@ -354,7 +355,7 @@ def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
 @pytest.mark.parametrize(("adapter", "broken"), [(RIGHT, False), ("zoo/DecayOneTokenEarly", True)])
 @pytest.mark.slow
 def test_a_wrong_implementation_is_seen_whoever_shares_its_call(adapter: str, broken: bool) -> None:  # noqa: FBT001
-    """And a right one is not blamed: of the cases only those over their bound are broken, which are asked alone again."""
+    """And a right one is not blamed: of the cases only those over their bound are broken, and those run again alone."""
     apart, shared = verdicts(adapter, state="random")
     assert shared == apart
     assert (Verdict.BROKEN in apart) == broken
@@ -382,36 +383,36 @@ def test_a_bound_of_another_case_would_be_noticed() -> None:
     assert found == [Verdict.BROKEN] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("law", "device", "most"), [("oracle", "cuda", POOLED), ("cut", "cuda", BATCH), ("future", "cuda", BATCH), ("oracle", "cpu", 1)]
 )
-def test_a_gpus_worker_is_asked_more_at_once_where_bounds_are_made_together(law: str, device: str, most: int) -> None:
+def test_a_gpus_worker_gets_more_cases_at_once_where_bounds_are_made_together(law: str, device: str, most: int) -> None:
     assert most_at_once(LAWS[law], Worker(), device) == most
 
 
 @pytest.mark.parametrize(("law", "most"), [("oracle", TRUTHS), ("future", BATCH)])
-def test_ranks_are_asked_as_many_as_are_short(law: str, most: int) -> None:
+def test_as_many_ranks_are_computed_as_are_short(law: str, most: int) -> None:
     ranks: Any = object()
     assert most_at_once(LAWS[law], ranks, "cuda") == most
 
 
-def test_of_a_question_without_an_answer_all_are_asked_alone(tmp_path: pathlib.Path) -> None:
-    asked: list[Any] = []
+def test_after_a_question_without_an_answer_every_run_is_a_question_of_its_own(tmp_path: pathlib.Path) -> None:
+    questions: list[Any] = []
 
     class Loses:
         def ask(self, question: RunOne | RunMany) -> dict[str, Any]:
-            asked.append(question)
+            questions.append(question)
             if isinstance(question, RunMany):
                 raise WorkerLost("crashed", "killed by SIGSEGV", "")
-            return Outcome(Verdict.HOLDS, rows=len(asked)).to_json()
+            return Outcome(Verdict.HOLDS, rows=len(questions)).to_json()
 
     runs = runs_of(*[Case((5,), seed=seed) for seed in range(POOLED)])
     lines, worker = [str(run) for run in runs], Loses()
     assert [outcome.rows for outcome in ask_all(runs, worker, Store(tmp_path))] == list(range(2, POOLED + 2))  # type: ignore[arg-type]
-    assert asked == [RunMany(lines), *map(RunOne, lines)]
+    assert questions == [RunMany(lines), *map(RunOne, lines)]
 
 
-def test_what_is_on_file_is_not_asked_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_file_does_not_run_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is more, or something else besides."""
     monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0"}.get)
     entry = """[[defect]]
@@ -423,7 +424,7 @@ times = 4
 reason = "for a test"
 """
     (tmp_path / "defects.toml").write_text(entry)
-    defects, asked = known.load(tmp_path / "defects.toml"), list[Any]()
+    defects, questions = known.load(tmp_path / "defects.toml"), list[Any]()
     came = {3: [("dg", 3.9)], 4: [("dg", 4.1)], 5: [("dg", 2.0), ("dk", 1.1)], 6: []}
 
     def outcome(line: str) -> dict[str, Any]:
@@ -433,7 +434,7 @@ reason = "for a test"
 
     class Answers:
         def ask(self, question: RunOne | RunMany) -> dict[str, Any]:
-            asked.append(question)
+            questions.append(question)
             if isinstance(question, RunMany):
                 return {"outcomes": [outcome(line) for line in question.lines]}
             return outcome(question.line)
@@ -442,11 +443,11 @@ reason = "for a test"
     runs, worker = runs_of(*cases_, Case((6,), dtype="fp32"), adapter="fla/chunk"), Answers()
     got = [result.verdict for result in ask_all(runs, worker, Store(tmp_path), defects)]  # type: ignore[arg-type]
     assert got == [Verdict.BROKEN] * 3 + [Verdict.HOLDS] * 2
-    assert asked[0].excused == [{"dg": 4.0}] * 4 + [{}]
-    assert asked[1:] == [RunOne(str(run), {}, {"dg": 4.0}) for run in runs[1:3]], "and alone it is judged by the same"
-    asked.clear()
+    assert questions[0].excused == [{"dg": 4.0}] * 4 + [{}]
+    assert questions[1:] == [RunOne(str(run), {}, {"dg": 4.0}) for run in runs[1:3]], "and alone it is judged by the same"
+    questions.clear()
     assert [result.verdict for result in ask_all(runs[:1], worker, Store(tmp_path), defects)] == [Verdict.BROKEN]  # type: ignore[arg-type]
-    assert asked == [RunMany([str(runs[0])], [{"dg": 4.0}])]
+    assert questions == [RunMany([str(runs[0])], [{"dg": 4.0}])]
 
 
 def test_a_question_is_of_one_compile_key() -> None:

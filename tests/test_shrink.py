@@ -19,6 +19,7 @@ from properties.traces.case import TraceCase
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.smaller import Smaller
+from tests.together import for_each
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
 from verify.engine.shrink import Shrunk, shrink, similar
@@ -34,15 +35,15 @@ Fails = Callable[[Example], bool | None]
 
 
 class Log:
-    """A predicate that remembers what it was asked."""
+    """A predicate that keeps the examples it has seen."""
 
     def __init__(self, fails: Fails) -> None:
-        self.fails, self.asked = fails, dict[Example, bool | None]()
+        self.fails, self.tried = fails, dict[Example, bool | None]()
 
     def __call__(self, example: Example) -> bool | None:
-        assert example not in self.asked, f"asked twice: {example}"
-        self.asked[example] = self.fails(example)
-        return self.asked[example]
+        assert example not in self.tried, f"tried twice: {example}"
+        self.tried[example] = self.fails(example)
+        return self.tried[example]
 
 
 def small(fails: Fails, example: Example | Case = BIG, law: Law = ORACLE, most: int = SHRINK_RUNS) -> tuple[Shrunk, Log]:
@@ -50,15 +51,15 @@ def small(fails: Fails, example: Example | Case = BIG, law: Law = ORACLE, most: 
     example = Example(example) if isinstance(example, Case) else example
     log = Log(fails)
     shrunk = shrink(example, law, log, lambda runs: runs < most)
-    assert shrunk.example == example or log.asked[shrunk.example] is True
-    assert shrunk.runs == len(log.asked) <= most
-    for asked in log.asked:
-        law.accept(asked)
-        assert Case.parse(str(asked.case)) == asked.case
+    assert shrunk.example == example or log.tried[shrunk.example] is True
+    assert shrunk.runs == len(log.tried) <= most
+    for tried in log.tried:
+        law.accept(tried)
+        assert Case.parse(str(tried.case)) == tried.case
     return shrunk, log
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fails", "line"),
     [
         (lambda e: True, "lengths=0"),
@@ -131,7 +132,7 @@ def test_every_word_of_a_case_is_tried() -> None:
     assert untried(without, cases[:1]) == {"dt_bias", "options"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "word", "law"),
     [
         ("lengths=3 in_kernel=both", "dt_bias", "oracle"),
@@ -156,16 +157,16 @@ def test_what_a_failure_needs_of_optional_tensors_is_a_neighbour(line: str, word
 def test_a_trace_shrinks_by_requests_and_by_blocks_of_tokens() -> None:
     line = "trace=p:b5,a128/d:b,a/v3:b2,_/k:c<a@/w:b/f:b/d:a slots=6"
     run = Run.parse(f"law=tags adapter=zoo/StatesRoundToHalf op=serving {line}")
-    asked = list[str]()
+    traces = list[str]()
 
     def fails(example: Example) -> bool:
-        asked.append(example.case.trace)
+        traces.append(example.case.trace)
         rows = [row for step in example.case.plan for row in step.rows if step.kind == "d"]
         return any(row.start and row.start % 64 == 0 for row in rows)
 
     shrunk = shrink(run.example, run.the_law, fails, lambda runs: runs < SHRINK_RUNS)
     assert shrunk.example.case.trace == "p:a64/d:a"
-    assert "p:a128/d:a/d:a" in asked, "one request alone, without the fork"
+    assert "p:a128/d:a/d:a" in traces, "one request alone, without the fork"
 
 
 def test_cases_like_a_found_one_have_its_words_but_one() -> None:
@@ -192,7 +193,7 @@ def test_conditions_together_keep_each_of_them() -> None:
     shrunk, log = small(fails)
     want = "lengths=65 value_heads=2 key_dim=1 value_dim=1 dtype=bf16 state=random backward=no"
     assert str(shrunk.example.case) == want
-    assert len(log.asked) < 70
+    assert len(log.tried) < 70
 
 
 def test_place_shrinks_to_its_boundary_and_stays_legal() -> None:
@@ -225,7 +226,7 @@ def test_budget_is_kept_and_said() -> None:
     for most in (0, 1, 2, 5, 17):
         shrunk, log = small(lambda e: e.case.tokens > 64, most=most)
         assert not shrunk.finished
-        assert len(log.asked) <= most
+        assert len(log.tried) <= most
         assert shrunk.example.case.tokens > 64
 
 
@@ -234,7 +235,7 @@ def test_nothing_simpler_fails_gives_the_start_itself() -> None:
     assert shrunk.example.case == BIG
     assert shrunk.finished
     assert {what for what, _ in shrunk.neighbours} == {what for what, _ in shrunk.neighbours if what}
-    assert len(shrunk.neighbours) <= len(log.asked)
+    assert len(shrunk.neighbours) <= len(log.tried)
 
 
 def test_undecided_neighbours_are_not_said_to_hold() -> None:
@@ -247,7 +248,7 @@ def test_undecided_neighbours_are_not_said_to_hold() -> None:
     assert shrunk.example.case.words()["dtype"] == "bf16"
     assert "dtype=fp32" not in {what for what, _ in shrunk.neighbours}
     assert "lengths=64" in {what for what, _ in shrunk.neighbours}
-    hold_count = sum(verdict is False for verdict in log.asked.values())
+    hold_count = sum(verdict is False for verdict in log.tried.values())
     assert len(shrunk.neighbours) <= hold_count
 
 
@@ -260,19 +261,19 @@ def test_neighbours_are_one_step_from_the_result_and_really_held() -> None:
         words = {**shrunk.example.case.words(), **dict(word.split("=") for word in what.split())}
         neighbour = Case.parse(" ".join(f"{name}={value}" for name, value in words.items()))
         assert neighbour != shrunk.example.case
-        assert log.asked[Example(neighbour)] is False
+        assert log.tried[Example(neighbour)] is False
 
 
 def test_flaky_failure_ends() -> None:
     chance = random.Random(7)
     shrunk, log = small(lambda e: chance.random() < 0.5)
-    assert len(log.asked) <= SHRINK_RUNS
-    assert shrunk.runs == len(log.asked)
+    assert len(log.tried) <= SHRINK_RUNS
+    assert shrunk.runs == len(log.tried)
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-@pytest.mark.slow_after_first
-def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
+@pytest.mark.slow
+@for_each("law", LAWS.values())
+def test_shrinking_tries_only_examples_that_the_law_accepts(law: Law) -> None:
     seen: list[Example] = []
 
     def look(example: Example) -> None:
@@ -285,7 +286,7 @@ def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
     assert seen
 
 
-@pytest.mark.parametrize(
+@for_each(
     "words",
     [
         "law=norm lengths=1",

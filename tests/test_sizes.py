@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +24,7 @@ from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.sizes import KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
+from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
@@ -106,15 +108,10 @@ def test_the_sizes_of_other_domains_stay() -> None:
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
 
 
-@pytest.mark.parametrize("kind", [Domain, ModuleDomain, LayerDomain])
-def test_a_size_outside_its_range_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"long must be in 0\.\.1048576, got -1"):
-        kind(long=-1)
-    with pytest.raises(ValueError, match=r"long must be in 0\.\.1048576, got 'far'"):
-        kind(long="far")
-    if kind is not ModuleDomain:
-        with pytest.raises(ValueError, match=r"chunk must be in 1\.\.1048576, got 0"):
-            kind(chunk=0)
+@for_each(("field", "value", "range_"), [("long", -1, "0..1048576"), ("long", "far", "0..1048576"), ("chunk", 0, "1..1048576")])
+def test_a_size_outside_its_range_is_refused(field: str, value: Any, range_: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field} must be in {re.escape(range_)}, got {value!r}"):
+        Drawing(**{field: value})
 
 
 # The places of large cases
@@ -157,7 +154,7 @@ class Costs(Adapter):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(("cost", "most"), MOST.items())
+@for_each(("cost", "most"), MOST.items())
 def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> None:
     described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16, cost=cost)
     domain: Any = with_sizes(described, "cpu").domain

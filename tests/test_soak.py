@@ -14,6 +14,7 @@ import pytest
 
 from tests.answering import Answering
 from tests.processes import family, gone
+from tests.together import for_each
 from verify.cli import exits, soak_command
 from verify.cli import main as cli
 from verify.engine import law_check, soak
@@ -38,7 +39,7 @@ LAWS = ["cut", "pure"]
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
-    """Those that soaks start: one, with the ratio 0.5 for all that is asked."""
+    """Those that soaks start: one, with the ratio 0.5 for every run."""
     answerers: list[Answering] = []
 
     def start(device: str, count: int, deadline_s: float) -> list[Answering]:
@@ -52,7 +53,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
 
 
 def rounds_of(worker: Answering, begun: list[tuple[Round, int]]) -> list[list[str]]:
-    """The lines that were asked in each round."""
+    """The lines that ran in each round."""
     starts = [place for _, place in begun]
     return [worker.asked[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
@@ -99,8 +100,8 @@ def test_rounds_have_seeds_that_the_command_line_takes() -> None:
 
 
 @pytest.mark.slow
-def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
-    told: list[LawReport] = []
+def test_a_law_that_broke_is_reported_once_and_does_not_run_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    reported: list[LawReport] = []
     rounds: list[Round] = []
 
     def on_round(this: Round) -> None:
@@ -108,23 +109,23 @@ def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answeri
             raise KeyboardInterrupt
         rounds.append(this)
 
-    with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), on_report=told.append, on_round=on_round) as soaking:
+    with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), on_report=reported.append, on_round=on_round) as soaking:
         soaking.describe()
         workers[0].ratio = lambda run: 2.0 if (run.law, run.adapter) == ("cut", OTHER) else 0.5
         with pytest.raises(KeyboardInterrupt):
             soaking.run(600)
-    assert [(law_report.adapter, law_report.law, law_report.verdict) for law_report in told] == [(OTHER, "cut", Verdict.BROKEN)]
-    assert told[0].run
+    assert [(law_report.adapter, law_report.law, law_report.verdict) for law_report in reported] == [(OTHER, "cut", Verdict.BROKEN)]
+    assert reported[0].run
     known = {(law_report.adapter, law_report.law): law_report for law_report in soaking.reports}
     assert {key for key, law_report in known.items() if law_report.verdict is Verdict.BROKEN} == {(OTHER, "cut")}
     assert sum(known[OTHER, "cut"].counts.values()) == 1
-    assert known[OTHER, "cut"].run == told[0].run
+    assert known[OTHER, "cut"].run == reported[0].run
     assert sum(known[OTHER, "pure"].counts.values()) > 5, "as many as a round of five and more"
     seeds = {(this.number, this.seed) for this in rounds}
     assert len(seeds) == 3, "all adapters of a round have its seed"
 
 
-def test_a_soak_ends_when_nothing_is_left_to_ask(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+def test_a_soak_ends_when_nothing_is_left_to_run(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     with Soak([RIGHT], LAWS, store=Store(tmp_path)) as soaking:
         soaking.describe()
         workers[0].ratio = lambda run: 2.0
@@ -139,18 +140,18 @@ def test_a_soak_stops_at_the_first_broken_law_if_it_is_to(workers: list[Answerin
         workers[0].ratio = lambda run: 2.0 if run.adapter == RIGHT else 0.5
         reports = {(law_report.adapter, law_report.law): law_report.verdict for law_report in soaking.run(600)}
     assert Verdict.BROKEN in (reports[RIGHT, "cut"], reports[RIGHT, "pure"])
-    assert {reports[OTHER, law] for law in LAWS} == {Verdict.UNKNOWN}, "nothing else was asked"
+    assert {reports[OTHER, law] for law in LAWS} == {Verdict.UNKNOWN}, "nothing else ran"
 
 
 def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(
     workers: list[Answering], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that only cases move: a slow machine draws so slowly that one adapter takes the time of both."""
-    specs, asked, now = [RIGHT, OTHER], list[str](), 0.0
+    specs, adapters, now = [RIGHT, OTHER], list[str](), 0.0
 
     def slowly(run: Run) -> float:
         nonlocal now
-        asked.append(run.adapter)
+        adapters.append(run.adapter)
         now += 0.02
         return 0.5
 
@@ -161,16 +162,16 @@ def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(
         workers[0].ratio = slowly
         soaking.run(2.0)
     assert 2.0 <= now < 4.0
-    assert sum(sum(law_report.counts.values()) for law_report in soaking.reports) == len(asked)
-    counts = [asked.count(spec) for spec in specs]
+    assert sum(sum(law_report.counts.values()) for law_report in soaking.reports) == len(adapters)
+    counts = [adapters.count(spec) for spec in specs]
     assert min(counts) > max(counts) / 4, "each adapter has its share of the time"
     verdicts = {(law_report.adapter, law_report.law): law_report.verdict for law_report in soaking.reports}
     assert verdicts[RIGHT, "cut"] is Verdict.HOLDS
     assert verdicts[RIGHT, "pure"] is Verdict.UNKNOWN
-    assert exits.exit_code(soaking.reports) == exits.UNDECIDED, "a law that was never asked is not green"
+    assert exits.exit_code(soaking.reports) == exits.UNDECIDED, "a law that never ran is not green"
 
 
-def test_what_broke_in_an_earlier_check_is_asked_first(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+def test_what_broke_in_an_earlier_check_runs_first(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     examples = Examples(tmp_path)
     entry = Run.parse(f"law=pure adapter={RIGHT} lengths=3")
     examples.add(entry)
@@ -193,7 +194,7 @@ def reported(verdict: Verdict, counts: dict[Verdict, int], **more: object) -> La
 HOLDS, BLIND, BROKEN, UNKNOWN = Verdict.HOLDS, Verdict.BLIND, Verdict.BROKEN, Verdict.UNKNOWN
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "more", "verdict", "reason"),
     [
         (reported(UNKNOWN, {}, reason="no case was run"), reported(HOLDS, {HOLDS: 9}), HOLDS, ""),
@@ -274,7 +275,7 @@ def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
     return (code, *capfd.readouterr())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "name"),
     [
         ((), "adapter"),

@@ -18,9 +18,9 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-# tests/test_standin.py asks right code about every law too, and benchmarks/soundness.py thousands of cases.
+# tests/test_standin.py runs right code under every law too, and benchmarks/soundness.py runs thousands of cases.
 FEW = Fewer("few", 1, large=False)
-# Those that have the same bounds are asked a law at a time, so that the bounds of a case are made once for them all.
+# Those that have the same bounds run a law at a time, so that the bounds of a case are made once for them all.
 RIGHT = {
     "chunks of 64": (right.Chunkwise, right.BackwardSums),
     "chunks not told": (right.Chunk16, right.Chunk128, right.RoundsElsewhere),

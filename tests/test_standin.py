@@ -23,6 +23,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from tests import right, standin
+from tests.together import for_each
 from verify.adapters.registry import AdapterError
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.path_bench import RankBench
@@ -187,8 +188,8 @@ def _in_a_thread(call: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", MIXED)
+@for_each("device", DEVICES)
+@for_each("what", MIXED)
 def test_mixing_devices_is_refused(what: str, device: str) -> None:
     with pytest.raises(RuntimeError, match="device"):
         MIXED[what](device)
@@ -203,8 +204,8 @@ def test_refusal_is_worded_as_cudas(device: str) -> None:
         near(2)[INDEX.to(device)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("device", DEVICES)
+@for_each("what", REFUSED)
 def test_what_cuda_refuses_besides_is_refused(what: str, device: str) -> None:
     call, kind, words = REFUSED[what]
     with pytest.raises(kind, match=words):
@@ -316,8 +317,8 @@ def _through_views(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("what", TAKEN)
+@for_each("device", DEVICES)
+@for_each("what", TAKEN)
 def test_what_cuda_takes_is_taken(what: str, device: str) -> None:
     got = TAKEN[what][0](device)
     assert (got.tolist() if isinstance(got, Tensor) else got) == TAKEN[what][1]
@@ -339,8 +340,8 @@ MADE: tuple[Callable[[], Tensor], ...] = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", MADE)
+@for_each("device", DEVICES)
+@for_each("make", MADE)
 def test_what_names_no_device_is_made_on_the_default_one(make: Callable[[], Tensor], device: str) -> None:
     with torch.device(device):
         assert make().device == torch.device(device, 0)
@@ -435,7 +436,7 @@ except AdapterError as error:  # the rules above need none of it
 FIELDS = {"ranks": 4, "exchange_ranks": 8}  # smaller meshes
 TOKENS = {"recurrent": 12}  # at most: implementations that go token by token would take most of the time
 MOST = 70  # tokens of the others: a chunk of 64 and a part of a second, as of which more only take longer
-# One of each book is asked every law. The others are asked the laws whose calls differ from operation to operation.
+# One of each book runs under every law. The others run under the laws whose calls differ from operation to operation.
 EVERY = ("rule", "conv", "pool", "layer", PATH)
 SOME = (
     "oracle",
@@ -459,7 +460,7 @@ PAIRS = [
 
 
 def turn(example: Example) -> tuple[bool, bool, int]:
-    """Which case is asked first: one of 8 tokens or more with a backward, and of those the one with the fewest numbers."""
+    """Which case runs first: one of 8 tokens or more with a backward, and of those the one with the fewest numbers."""
     case = example.case
     size = case.tokens * math.prod(getattr(case, name, 1) for name in ("value_heads", "key_dim", "value_dim", "width"))
     return case.tokens < 8, not getattr(case, "backward", True), size
@@ -499,17 +500,17 @@ def test_right_code_holds_the_law_on_the_device(name: str, law: str, monkeypatch
     assert Verdict.HOLDS in {outcome.verdict for _, outcome in found}, "all cases are blind"
 
 
-def test_released_code_is_asked() -> None:
+def test_released_code_is_among_them() -> None:
     if LEFT_OUT:
         pytest.skip(LEFT_OUT)
     assert {name for name, _ in PAIRS} >= {*RELEASED}
 
 
-def test_every_law_of_every_book_is_asked_on_the_device() -> None:
-    asked = {(type(RIGHT[name].domain), law) for name, law in PAIRS}
+def test_every_law_of_every_book_runs_on_the_device() -> None:
+    pairs = {(type(RIGHT[name].domain), law) for name, law in PAIRS}
     for domain in {type(adapter.domain) for adapter in RIGHT.values()}:
         every = {law for adapter in RIGHT.values() if isinstance(adapter.domain, domain) for law in book_of(adapter.domain).laws}
-        assert {law for kind, law in asked if kind is domain} == every, domain
+        assert {law for kind, law in pairs if kind is domain} == every, domain
 
 
 # Mistakes of gdn-verify's own, none of which shows on a CPU

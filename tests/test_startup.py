@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import gdn_verify
+from tests.together import for_each
 from verify.cli import exits
 from verify.cli.main import main
 from verify.cli.pytest_plugin import pytest_generate_tests
@@ -85,7 +86,7 @@ def test_help_takes_little_time(start: tuple[str, str], tmp_path: pathlib.Path) 
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S
 
 
-@pytest.mark.parametrize("name", gdn_verify.PACKAGES)
+@for_each("name", gdn_verify.PACKAGES)
 def test_a_module_with_the_name_of_a_package_of_ours_is_one_line(name: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / f"{name}.py").write_text("raise SystemExit('it was run')\n")
     line = f"gdn-verify: {tmp_path / name}.py is found in place of gdn-verify's package {name}: rename it, or move it\n"

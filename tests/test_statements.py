@@ -173,9 +173,9 @@ def test_another_tracer_is_left_alone_and_the_report_says_so() -> None:
 
 def test_lines_on_a_gpu_are_printed_as_unrecorded_and_do_not_count() -> None:
     reach = Reach(unrecorded=ON_A_GPU)
-    told = f"{reach_report.UNRECORDED}: {ON_A_GPU}"
-    assert told in reach_report.not_looked_at(reach, {})
-    assert told not in reach_report.gaps_of(reach, {})
+    output = f"{reach_report.UNRECORDED}: {ON_A_GPU}"
+    assert output in reach_report.not_looked_at(reach, {})
+    assert output not in reach_report.gaps_of(reach, {})
 
 
 def test_the_lines_of_a_law_are_in_its_json() -> None:
@@ -234,6 +234,6 @@ def test_another_thread_that_parses_is_waited_for(monkeypatch: pytest.MonkeyPatc
 def test_strict_reach_counts_lines(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "check tests/reach_adapters.py:UnrunLine --profile least --law oracle --workers 1 --device cpu --strict-reach"
     assert main([*words.split(), "--findings", str(tmp_path / "findings")]) == 3
-    told = " ".join(capsys.readouterr().out.split())
-    assert "HOLDS oracle" in told
-    assert "Python that never ran: long_gate (tests/reach_library.py:" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "HOLDS oracle" in output
+    assert "Python that never ran: long_gate (tests/reach_library.py:" in output

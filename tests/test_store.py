@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from tests.together import for_each
 from verify.findings.store import Store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -64,7 +65,7 @@ def test_runs_of_several_threads_are_under_way_together(tmp_path: pathlib.Path) 
     assert path.read_text() == ""
 
 
-def test_run_of_a_killed_check_is_told_once(tmp_path: pathlib.Path) -> None:
+def test_run_of_a_killed_check_is_reported_once(tmp_path: pathlib.Path) -> None:
     program = (
         "import os, sys; from verify.findings.store import Store; Store(sys.argv[1]).begin('law=cut at=3'); os.kill(os.getpid(), 9)"
     )
@@ -82,7 +83,7 @@ def dead_pid() -> int:
     return done.pid
 
 
-def test_corrupt_under_way_files_are_tolerated_and_the_good_one_is_told(tmp_path: pathlib.Path) -> None:
+def test_corrupt_files_of_runs_under_way_are_tolerated_and_the_good_one_is_reported(tmp_path: pathlib.Path) -> None:
     for name in ("under-way-.txt", "under-way-x.txt", "under-way--1.txt", f"under-way-{'9' * 40}.txt", "under-way-²³.txt"):
         (tmp_path / name).write_text("not ours")
     first, second = sorted((str(dead_pid()), str(dead_pid())))
@@ -112,7 +113,7 @@ def everything(store: Store) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("folder", ["file/below", "/proc/gdn-verify", "loop"])
+@for_each("folder", ["file/below", "/proc/gdn-verify", "loop"])
 def test_folder_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: pathlib.Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -68,7 +68,7 @@ def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.P
 
 
 @pytest.mark.slow
-def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_none(
+def test_a_case_that_fails_whatever_the_configurations_is_listed_apart_and_hides_none(
     tmp_path: pathlib.Path, workers: list[Worker]
 ) -> None:
     result = swept("WrongWhateverFrom41", tmp_path, workers, dataclasses.replace(CASE, lengths=(50,)))

@@ -18,6 +18,7 @@ import pyte
 import pytest
 
 from tests.answering import Answering
+from tests.together import for_each
 from verify.cli import check_command, exits, output, terminal
 from verify.cli.main import main
 from verify.cli.terminal import print_line, wrapped
@@ -263,7 +264,7 @@ def test_lines_are_wrapped_behind_their_label_unless_they_are_copied() -> None:
         assert wrapped(line, 60) == [line]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("variables", "wants"),
     [({}, ("colours", "bars")), ({"NO_COLOR": "1"}, ("bars",)), ({"TERM": "dumb"}, ())],
 )
@@ -291,7 +292,7 @@ def test_colours_and_bars_are_for_terminals_that_want_them(
     assert plain.getvalue() == f"{text}\n"
 
 
-@pytest.mark.parametrize("bars", [1, 3, 40])
+@for_each("bars", [1, 3, 40])
 def test_lines_stay_beside_any_number_of_bars(bars: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen(80)

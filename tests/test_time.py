@@ -10,6 +10,7 @@ import pytest
 from properties.books import BOOKS, Book
 from properties.rules.domain import Domain
 from tests.answering import Answering
+from tests.together import for_each
 from verify.cli import check_command, exits
 from verify.cli.main import main
 from verify.engine import law_check
@@ -74,9 +75,7 @@ def test_a_law_of_which_few_cases_were_run_is_undecided(slow: Slow, capsys: pyte
     assert "cut short   oracle       3 of 24 cases, worst 0.50 o: only 3 cases were run; a verdict needs" in capsys.readouterr().out
 
 
-def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(
-    slow: Slow, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_laws_that_did_not_run_are_named_and_the_most_powerful_came_first(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     laws = by_power(BOOKS[0], BOOKS[0].about("gated_delta_rule"))
     assert check("--minutes", "1") == exits.UNDECIDED
     out, runs = capsys.readouterr().out, [line.split()[0].removeprefix("law=") for line in slow.asked]
@@ -84,14 +83,14 @@ def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(
     assert len(runs) == 60
     assert begun == [law for law in laws if law in begun]
     (line,) = (line for line in out.splitlines() if line.startswith("not run, because the time was up: "))
-    told = re.findall(r"^(?:HOLDS|UNKNOWN|unsupported|cut short) +(\w+) ", out, re.MULTILINE)
-    assert line.partition(": ")[2].split(", ") == [law for law in laws if law not in told]
-    assert {*begun} <= {*told}
+    named = re.findall(r"^(?:HOLDS|UNKNOWN|unsupported|cut short) +(\w+) ", out, re.MULTILINE)
+    assert line.partition(": ")[2].split(", ") == [law for law in laws if law not in named]
+    assert {*begun} <= {*named}
     assert "illegal input: not tried in full, because the time was up" in out
     assert slow.tried == 0
 
 
-def test_a_broken_law_counts_more_than_laws_that_were_not_asked(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_law_counts_more_than_laws_that_did_not_run(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     slow.ratio = lambda run: 2.0
     assert check("--minutes", "0.02") == exits.BROKEN
     assert "not run, because the time was up" in capsys.readouterr().out
@@ -107,7 +106,7 @@ def test_illegal_input_is_printed_in_full_or_not_at_all(
     assert "illegal input, reported and not judged:" in whole
     assert slow.tried > 2
     slow.now, tried = 0.0, slow.tried
-    assert check("--minutes", str((enough - 1.5) / 60)) == exits.HOLDS, "every law was asked"
+    assert check("--minutes", str((enough - 1.5) / 60)) == exits.HOLDS, "every law ran"
     out = capsys.readouterr().out
     assert slow.tried == 2 * tried - 1
     assert "reported and not judged" not in out
@@ -150,7 +149,7 @@ def test_a_law_that_was_cut_short_and_compares_bits_has_no_largest_error() -> No
     assert text.law_line(report) == "cut short   recall       9 of 32 cases (2 blind)"
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+@for_each("book", BOOKS)
 def test_the_power_of_every_law_is_on_record(book: Book) -> None:
     assert {*KILLS[book.name]} == {*book.laws}
     order = by_power(book, ["unheard of", *book.laws])

@@ -23,6 +23,7 @@ from properties.traces.domain import TraceDomain, trace_cases
 from properties.traces.laws import TRACE_LAWS
 from properties.traces.play import play
 from properties.words.example import Example
+from tests.together import for_each
 from verify.adapters.base import Engine
 from verify.adapters.gdn.pool import Pool, PoolEngine
 from verify.bench.trace_bench import TraceBench, place_of
@@ -95,7 +96,7 @@ def test_the_plan_of_the_documented_trace() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("trace", "texts"),
     [
         ("d:a/v2:a1/w:a/f:a/k:b<a/p:_3", []),  # nobody is there
@@ -175,7 +176,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@for_each("line", REFUSED)
 def test_a_wrong_line_is_refused_with_the_word_its_value_and_the_rule(line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(REFUSED[line])) as caught:
         TraceCase.parse(line)
@@ -232,7 +233,7 @@ def test_free_slots_hold_what_the_case_says() -> None:
         assert bool(TraceCase("p:a1").filled(pool, other=1).any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tags_pass_through_silu_and_half_precision_and_name_their_token(dtype: torch.dtype) -> None:
     named = {
         ("tokens", 1, 0): "the tag of request b's token 0",
@@ -286,7 +287,7 @@ def test_the_oracle_is_the_definition_of_its_parts_one_token_at_a_time() -> None
         start += length
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"heads": 3}, "heads must be a whole number that divides HV = 2, got 3"),
@@ -378,13 +379,13 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("line", OUTSIDE)
+@for_each("line", OUTSIDE)
 def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> None:
     fields, reason = OUTSIDE[line]
     assert TraceDomain(**fields).outside(TraceCase.parse(line)) == reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "message"),
     [
         ({"operation": "decode"}, "operation must be serving, got 'decode'"),
@@ -421,7 +422,7 @@ def test_every_head_has_gate_parameters_of_its_own() -> None:
         assert 0.7 / float(gate) <= decay.min() <= decay.max() <= 1.42 / float(gate)
 
 
-@pytest.mark.parametrize("gate", ["forever", "1000", "64", "10", "mixed"])
+@for_each("gate", ["forever", "1000", "64", "10", "mixed"])
 def test_no_head_decays_under_tags(gate: str) -> None:
     sizes = TraceCase("p:a1", heads=64, value_heads=64, gate=gate).sizes(tagged=True)
     decay = (-sizes.A_log.exp() * torch.nn.functional.softplus(sizes.dt_bias - 100.0)).exp()
@@ -668,7 +669,7 @@ class Bare(Engine):
         raise KeyError(request)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("trace", "wrong", "finding"),
     [
         ("p:a1", {"states": torch.zeros(3, 1, 8, 16)}, "states: has slots of shape (1, 8, 16), must have (1, 16, 8)"),

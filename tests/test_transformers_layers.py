@@ -16,6 +16,7 @@ from properties.layers.case import LayerCase
 from tests import needs
 from tests import wrong_transformers_layers as wrong
 from tests.kills import Fewer, small_ones
+from tests.together import for_each
 from verify.adapters import transformers_layer
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import load
@@ -93,9 +94,7 @@ def small(case: LayerCase) -> bool:
 
 @pytest.mark.parametrize("model", [*GDN, *KDA])
 @pytest.mark.slow
-def test_layer_holds_under_every_law_that_it_can_be_asked(
-    model: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_layer_holds_under_every_law_about_it(model: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     adapter_of(model)
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"transformers/{model}_layer", profile=Fewer("few", 2, large=False), seed=7)
@@ -122,7 +121,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+@for_each("kind", WRONG)
 def test_wrong_layer_is_broken_where_the_released_one_holds(kind: type[ModelLayer]) -> None:
     needs.need("transformers")
     line = WRONG[kind].format(kind.domain.operation)

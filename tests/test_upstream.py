@@ -16,7 +16,7 @@ PAGES = {
     library: sorted(path.name for path in (ROOT / "docs" / "upstream").glob(f"{library}-*.md")) for library in ("sglang", "vllm")
 }
 
-# Runs the Python block of each text, after its library was prepared. It tells the exit statuses.
+# Runs the Python block of each text, after its library was prepared. It returns the exit statuses.
 PROGRAM = """
 import re, sys
 sys.path.insert(0, folder)

@@ -58,7 +58,7 @@ class KeepsTheWholeDraft(vllm_pools.Verify):
 
 
 class ForgetsTheAcceptedTokens(vllm_pools.Verify):
-    """The kernel is not told in which column the state is, so it starts from the first."""
+    """The kernel does not know in which column the state is, so it starts from the first."""
 
     def call(self, x: Inputs, blocks: Tensor, accepted: Tensor | None) -> tuple[Tensor, Tensor]:
         return super().call(x, blocks, None if accepted is None else torch.ones_like(accepted))

@@ -7,6 +7,7 @@ import pytest
 from properties.traces.case import TraceCase
 from properties.traces.domain import trace_cases
 from properties.traces.laws import TRACE_LAWS
+from tests.kills import unexplained
 from verify.adapters.vllm_pool import Pool
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
@@ -83,13 +84,10 @@ def test_vllms_engine_holds_on_a_trace_of_every_way_through_the_layer(line: str,
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("fault", "law"), PLANTED.items())
 @pytest.mark.slow
-def test_a_planted_fault_is_found(
-    fault: str, law: str, vllm_worker: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)
+def test_a_planted_fault_is_found(fault: str, law: str, vllm_worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"tests/wrong_blocks.py:{fault}", [law], Profile("p", CASES))
-    with Check(settings, [vllm_worker], store, defects=[]) as check:
+    with unexplained(), Check(settings, [vllm_worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, report.counts
     assert sum(report.counts.values()) <= CASES

@@ -88,7 +88,7 @@ def test_only_the_same_kernel_waits_for_another_process(tmp_path: pathlib.Path, 
 
 
 def holds(cache: str, held: Any, release: Any) -> None:
-    """Compile the kernel "one" in a process of its own, until it is told to end."""
+    """Compile the kernel "one" in a process of its own, until it gets the signal to end."""
     import os
 
     from triton import compiler

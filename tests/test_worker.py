@@ -21,6 +21,7 @@ import pytest
 from tests.alone import told
 from tests.commands import Command
 from tests.processes import alive, children, gone, opened
+from tests.together import for_each
 from verify.bench import oracle_process
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import frame
@@ -252,16 +253,16 @@ def test_stack_is_found_under_what_a_kernel_prints_after_it(worker: Worker) -> N
 def test_what_the_worker_started_outlives_the_question_where_it_is(
     kernels: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default of the signal that asks is to end a process, such as a compiler that the kernel waits for."""
+    """The default action of the signal for stacks is to end a process, such as a compiler that the kernel waits for."""
     monkeypatch.setenv("GDN_VERIFY_SIGN", str(tmp_path / "sign"))
     with Worker() as worker:
-        asked = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
-        asked.start()
+        thread = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
+        thread.start()
         compiler = int(written(tmp_path / "sign"))
         assert "go_wrong" in {frame.function for frame in frames(interrogate([worker])[0])}
         assert not gone([compiler], 0.5)
         worker.close()
-        asked.join()
+        thread.join()
     assert gone([compiler], 5.0)
 
 
@@ -336,7 +337,7 @@ def test_functions_that_decide_whose_fault_a_hang_is_are_marked() -> None:
         assert [function.__code__.co_name.partition(" ")[2] for function in functions] == [f"<{mark}>"] * len(functions)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrote",
     [
         "",
@@ -363,7 +364,7 @@ def test_frames_are_those_of_the_current_thread_or_of_the_last_one() -> None:
 
 
 @pytest.mark.slow
-def test_worker_serves_what_it_is_told_in_the_environment_it_is_told(
+def test_worker_has_the_server_and_the_environment_of_its_arguments(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "served.py").write_text(
@@ -642,7 +643,9 @@ def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards(
 
 @pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
 def test_what_a_first_case_needs_is_made_before_a_worker_is_forked() -> None:
-    assert told("from oracles import grids; told = [made.cache_info().currsize for made in (grids._known, grids._table)]") == [1, 2]
+    assert told(
+        "from oracles.arithmetic import grids; told = [made.cache_info().currsize for made in (grids._known, grids._table)]"
+    ) == [1, 2]
     program = (
         "import inspect, sys; told = [list(inspect.modulesbyfile), [m.__file__ for n, m in sys.modules.items() if 'oracles.' in n]]"
     )

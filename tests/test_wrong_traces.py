@@ -112,8 +112,8 @@ def broken(animal: type[traces.Serves], law: str, most: int | None = None) -> in
 
     Without `most`, examples in float32 come first, because a wrong result is far over their tolerance, and needs no second look.
     """
-    asked = examples(law)[:most] if most else sorted(examples(law), key=lambda example: example.case.dtype != "fp32")
-    for number, example in enumerate(asked, 1):
+    chosen = examples(law)[:most] if most else sorted(examples(law), key=lambda example: example.case.dtype != "fp32")
+    for number, example in enumerate(chosen, 1):
         try:
             if judge(TRACE_LAWS[law].check(TraceBench(animal(), example.case), example), place_of).findings:
                 return number
@@ -160,23 +160,23 @@ def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_fa
     assert "of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what
 
 
-def test_a_broken_session_is_also_told_in_tags() -> None:
-    def told(animal: str, case: str, domain: TraceDomain | None = None) -> list[str]:
+def test_a_broken_session_has_tags_too() -> None:
+    def findings_of(animal: str, case: str, domain: TraceDomain | None = None) -> list[str]:
         run = Run.parse(f"law=session adapter=zoo/{animal} {case}")
         report = LawReport("session", run.adapter, Verdict.BROKEN, run=str(run))
         add_tags(report, domain or TraceDomain(), execute)
         return [line.removeprefix("  tags         ") for line in failure(report).splitlines() if line.startswith("  tags ")]
 
-    what, command = told("StateKeepsTheDraft", "trace=p:a5,b3/v4:a2,b4/d:a slots=2 value_dim=2")
+    what, command = findings_of("StateKeepsTheDraft", "trace=p:a5,b3/v4:a2,b4/d:a slots=2 value_dim=2")
     assert what == (
         "a state holds a wrong tag: request a's state after event 2 (v4:a2,b4) of p:a5,b3/v4:a2,b4/d:a holds in row 7 of "
         "head 0 the tag of request a's rejected draft 2 in event 2, must hold zeros"
     )
     run = Run.parse(command.removeprefix('gdn-verify repeat "').rstrip('"'))
     assert (run.law, run.example.case.value_dim, execute(run).verdict) == ("tags", 4, Verdict.BROKEN)
-    (numbers,) = told("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
+    (numbers,) = findings_of("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
     assert numbers == "every token is where it belongs, so the numbers that are computed from it are wrong"
-    assert told("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"
+    assert findings_of("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"
     ledger = LawReport("ledger", "zoo/X", Verdict.BROKEN, run="x")
     add_tags(ledger, TraceDomain(), execute)
     assert (ledger.tags, ledger.tags_run) == ([], "")

@@ -15,6 +15,7 @@ import torch
 from oracles.operation import Inputs
 from properties.rules.case import Case
 from properties.rules.laws import LAWS
+from tests.together import for_each
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError, check_spec
 from verify.bench.memo import Memo
@@ -128,7 +129,7 @@ def test_rows_of_incidents_are_those_of_the_record() -> None:
     assert {letter for animal in animals().values() for letter in animal.letter} <= set(registry.LETTERS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("attributes", "message"),
     [
         ({"letter": "?", "__doc__": "x"}, "letter of Wrong must be one of S C V X N I T L R E Q G K F D -, got '?'"),
@@ -188,22 +189,22 @@ def test_animals_are_chosen_by_name_letter_and_file(own_file: str) -> None:
     assert chosen() == list(animals().values())
 
 
-# What is asked
+# What runs
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, says: Callable[[Run, int], Verdict]) -> dict[tuple[str, str], list[Run]]:
-    """No worker: what a run comes to is said by law, animal and how often that pair was asked before."""
-    asked: dict[tuple[str, str], list[Run]] = {}
+    """No worker: what a run comes to is said by law, animal and how often that pair ran before."""
+    runs: dict[tuple[str, str], list[Run]] = {}
 
     def ask(run: Run, *_: object) -> Outcome:
-        done = asked.setdefault((run.law, run.adapter), [])
+        done = runs.setdefault((run.law, run.adapter), [])
         done.append(run)
         verdict = says(run, len(done))
         return Outcome(verdict, [Finding("o", FailureKind.DIFFERS, "differs")] if verdict is Verdict.BROKEN else [], oracle_s=0.0)
 
     monkeypatch.setattr(hunt, "ask", ask)
     monkeypatch.setattr(hunt, "explain", lambda law, run, outcome, *rest: (Shrunk(run.example, (), 0, True), outcome))
-    return asked
+    return runs
 
 
 def hunted(names: list[str], **options: Any) -> Hunt:
@@ -214,13 +215,13 @@ def hunted(names: list[str], **options: Any) -> Hunt:
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.slow
-def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_law_runs_a_quarter_and_an_animal_that_three_kill_runs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(run: Run, times: int) -> Verdict:
         weak = run.adapter == "zoo/LeaksState" and run.law in ("packed", "cut", "recall")
         late = run.adapter == "zoo/PeeksAhead" and run.law == "future" and times == 6
         return Verdict.BROKEN if (weak and times == 2) or late else Verdict.HOLDS
 
-    asked = stub(monkeypatch, says)
+    runs = stub(monkeypatch, says)
     leaks, peeks = hunted(["LeaksState", "PeeksAhead"], laws=[*LAWS]).fates
     assert {cell.law: cell.killed_at for cell in leaks.killers} == {"packed": 2, "cut": 2, "recall": 2}
     assert {leaks.cells[law].asked for law in LAWS if leaks.cells[law].asked} == {2, 8}  # a quarter of 8; the oracle has 32
@@ -229,13 +230,13 @@ def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch
     drawn: list[Any] = []
     law = LAWS["strides"]
     of_law(law, peeks.domain, 0, 8, drawn.append)
-    assert [run.example for run in asked["strides", "zoo/PeeksAhead"]] == drawn, "the cases are those of check"
-    assert [run.example for run in asked["strides", "zoo/LeaksState"]] == drawn[:2]
+    assert [run.example for run in runs["strides", "zoo/PeeksAhead"]] == drawn, "the cases are those of check"
+    assert [run.example for run in runs["strides", "zoo/LeaksState"]] == drawn[:2]
 
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.slow
-def test_who_takes_its_process_along_under_three_laws_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_animal_that_crashes_under_three_laws_runs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(run: Run, times: int) -> Verdict:
         return Verdict.BROKEN if run.adapter == "zoo/Exits" else Verdict.HOLDS
 
@@ -249,7 +250,7 @@ def test_who_takes_its_process_along_under_three_laws_is_asked_no_more(monkeypat
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.slow
-def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_say_blind_undecided_and_why_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"packed": Verdict.BLIND, "cut": Verdict.UNKNOWN}
     stub(monkeypatch, lambda run, times: verdicts.get(run.law, Verdict.HOLDS))
     hunting = hunted(["LeaksState", "Exits"], laws=["oracle", "packed", "cut", "linear"])
@@ -338,7 +339,7 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
 
 
 @pytest.mark.slow
-def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own_file: str) -> None:
+def test_a_survivor_is_reported_loudly_and_decides_the_exit_code(capfd: pytest.CaptureFixture[str], own_file: str) -> None:
     code, out, _ = run(capfd, f"{own_file}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
     assert code == exits.BROKEN
     assert "2 animals: 1 killed, 1 alive" in out
@@ -364,11 +365,11 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
 
     @contextlib.contextmanager
     def progress() -> Iterator[Callable[[str, int, int], None]]:
-        def told(what: str, done: int, of: int) -> None:
+        def progress(what: str, done: int, of: int) -> None:
             if what != "oracle":
                 raise KeyboardInterrupt
 
-        yield told
+        yield progress
 
     monkeypatch.setattr(command, "progress", progress)
     assert cli.main(["zoo", "LeaksState", "--workers", "1", "--json", "table.json"]) == exits.INTERRUPTED
@@ -388,7 +389,7 @@ def test_a_table_that_cannot_be_written_is_no_success(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
+@for_each(
     ("words", "message"),
     [
         (["Unicorn"], "unknown animal 'zoo/Unicorn': the nearest in the zoo are "),
@@ -436,7 +437,7 @@ def test_list_says_how_many_there_are_in_one_line_and_help_says_the_exit_codes(c
         assert text in words
 
 
-def test_the_page_shows_survivors_alarms_and_what_was_not_asked() -> None:
+def test_the_page_shows_survivors_alarms_and_what_did_not_run() -> None:
     animal = chosen(["LeaksState"])[0]
     hunting = Hunt([animal], ["oracle", "linear"], workers=1)
     hunting.alarms.append("law=oracle adapter=zoo/Chunkwise lengths=3")
@@ -481,8 +482,8 @@ def calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite.Suite, "reference", of_truth)
 
 
-def asked(name: str, *several: str) -> list[list[bool]]:
-    """Whether a suite accepts some animals, case by case: all are asked a case at a time, whose reference they share."""
+def accepted(name: str, *several: str) -> list[list[bool]]:
+    """Whether a suite accepts some animals, case by case: all run a case at a time, whose reference they share."""
     count = trials.answer({"suite": name})["cases"]
     answers = [[trials.answer({"suite": name, "animal": animal, "case": index}) for animal in several] for index in range(count)]
     assert not [answer for case in answers for answer in case if "error" in answer]
@@ -493,7 +494,7 @@ def asked(name: str, *several: str) -> list[list[bool]]:
 @pytest.mark.usefixtures("calls_are_kept")
 @pytest.mark.slow
 def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_errors(name: str) -> None:
-    right, subtle = asked(name, trials.RIGHT, "zoo/EpsTenTimes")
+    right, subtle = accepted(name, trials.RIGHT, "zoo/EpsTenTimes")
     assert all(right), f"{name} rejects right code"
     gross = ({"suite": name, "animal": "zoo/DropsState", "case": index} for index in range(len(right)))
     assert not all(trials.answer(case)["accepted"] for case in gross), f"{name} does not notice that the state is dropped"
@@ -502,7 +503,7 @@ def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_erro
 
 @pytest.mark.slow
 def test_a_suite_notices_the_decay_of_another_token_only_by_what_was_added_when_it_was_found() -> None:
-    assert asked("flashinfer", "zoo/DecayTokenByThread") == [[True] * 18 + [False]]
+    assert accepted("flashinfer", "zoo/DecayTokenByThread") == [[True] * 18 + [False]]
 
 
 def test_twin_of_a_decay_by_the_thread_errs_as_much_as_its_fix_reports() -> None:
@@ -519,7 +520,7 @@ def test_twin_of_a_decay_by_the_thread_errs_as_much_as_its_fix_reports() -> None
     assert counts[2] > 0 == counts[3], "of four threads one took the last token"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "channels"),
     [
         ("lengths=64 gate=64", []),  # no state comes in
@@ -546,7 +547,7 @@ def test_suites_are_about_the_rule_of_an_explicit_gate_alone() -> None:
 
 
 def test_assert_close_by_its_defaults_rejects_right_code_in_half_precision() -> None:
-    (right,) = asked("assert-close", trials.RIGHT)
+    (right,) = accepted("assert-close", trials.RIGHT)
     assert right[:2] == [True, True], "float32"
     assert not any(right[2:])
 
@@ -567,7 +568,7 @@ def test_fla_ci_lets_pass_what_fla_locally_rejects() -> None:
     assert not SUITES["fla-ci"]().accepts({"o": torch.full((8,), torch.nan)}, reference, inputs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"query": 1}, "a case must have q, k, v, g, beta, state, cu_seqlens, .* or cotangents, got 'query'"),
@@ -582,7 +583,7 @@ def test_an_illegal_case_is_refused(change: dict[str, object], message: str) -> 
         suite.call({**case, **change})
 
 
-def test_chunks_of_the_suites_length_are_asked_for_and_no_longer() -> None:
+def test_chunks_have_the_length_of_the_suite_and_no_more() -> None:
     seen: list[int] = []
 
     class Looks(base.Chunkwise):

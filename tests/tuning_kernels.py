@@ -118,14 +118,14 @@ class Timed(Autotuner):
 
 
 class Holds(KernelInterface):
-    """A kernel of which the device holds some blocks; it keeps those that were asked for."""
+    """A kernel of which the device holds some blocks; it keeps the sizes of the launches."""
 
     def __init__(self, fn: Any, fitting: Callable[[dict[str, Any]], set[int]]) -> None:
         self.fn, self.arg_names, self.fitting = fn, fn.arg_names, fitting
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked.append(kwargs["BLOCK"])
+        self.requested.append(kwargs["BLOCK"])
         if kwargs["BLOCK"] not in self.fitting(dict(zip(self.arg_names, args, strict=False))):
             raise OutOfResources(kwargs["BLOCK"], 0, "shared memory")
         return self.fn.run(*args, **kwargs)
@@ -317,11 +317,11 @@ def check_what_does_not_fit_is_left_out() -> None:
     blocks = [int(text.split(":")[0].removeprefix("BLOCK=")) for text in order]
     fits = order[blocks.index(32)]
     assert ran(kernel, Policy(tune)) == fits
-    assert holds.asked == blocks[: blocks.index(32) + 1]
-    assert len(holds.asked) > 2
-    holds.asked.clear()
+    assert holds.requested == blocks[: blocks.index(32) + 1]
+    assert len(holds.requested) > 2
+    holds.requested.clear()
     assert ran(kernel, Policy(tune)) == fits
-    assert holds.asked == [32], "it is remembered what does not fit"
+    assert holds.requested == [32], "it is remembered what does not fit"
     assert ran(kernel, Policy(tune), size=1001) == order[blocks.index(16)]
     assert ran(kernel, Policy(tune)) == fits, "it is remembered by key"
     assert "out of resource" in infeasible()[HERE + "double_kernel"][order[0]]
@@ -332,10 +332,10 @@ def check_nothing_fits() -> None:
     holds = Holds(double_kernel.fn, lambda arguments: set())
     kernel = Autotuner(holds, holds.arg_names, list(CONFIGS), ["n"], None, None)
     for attempts in (8, 1):
-        holds.asked.clear()
+        holds.requested.clear()
         with pytest.raises(OutOfResources), using(Policy(5)):
             launch(kernel)
-        assert len(holds.asked) == attempts
+        assert len(holds.requested) == attempts
 
 
 def check_other_errors_go_up() -> None:
@@ -346,7 +346,7 @@ def check_other_errors_go_up() -> None:
     kernel = Autotuner(holds, holds.arg_names, list(CONFIGS), ["n"], None, None)
     with using(Policy(5)) as used, pytest.raises(ZeroDivisionError):
         launch(kernel)
-    assert len(holds.asked) == 1
+    assert len(holds.requested) == 1
     assert list(used) == [HERE + "double_kernel"], "it is known what was about to run"
 
 
@@ -423,7 +423,7 @@ def check_drawn_runs_touch_no_cache() -> None:
     kernel, tried, seen = timed([16, 32, 64, 128], restore_value=["y"])
 
     def touched(*arguments: Any) -> None:
-        raise AssertionError("the choices on disk were asked")
+        raise AssertionError("the choices on disk were read")
 
     kernel.cache_results, kernel.check_disk_cache = True, touched
     for tune in range(6):

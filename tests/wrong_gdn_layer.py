@@ -37,7 +37,7 @@ RIGHT_TOKENS = exchange.token_map
 
 
 def evenly(about: layer_weights.Metadata, rank: int, tp: int) -> Tensor:
-    """Sections are not told apart: each TP rank has an equal part of the whole."""
+    """Sections are not distinguished: each TP rank has an equal part of the whole."""
     return torch.arange(about.shape[about.axis]).view(tp, -1)[rank] if about.cut else torch.arange(about.shape[about.axis])
 
 
