@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -129,10 +129,10 @@ def result(line: str) -> list[Any]:
     install()
     digest = hashlib.sha256()
 
-    def noted(pairs: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    def noted(pairs: Iterable[Any]) -> Iterator[Any]:
         for pair in pairs:
-            name, got = pair[:2]
-            digest.update(f"{name} {got.dtype} {tuple(got.shape)}".encode())
+            got = pair.got
+            digest.update(f"{pair.name} {got.dtype} {tuple(got.shape)}".encode())
             digest.update(got.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy().tobytes())
             yield pair
 

@@ -60,7 +60,7 @@ class Port:
     `axes` are letters separated by spaces. `dtype` is "input" (the dtype of the case), "gate", "parameter" (of A_log and
     dt_bias), "state" (of a pool), one of DTYPES or "index". `optional` says whether the tensor may be absent. A row is the unit
     that has one tolerance: the vector along the last axis or, with `scalar_rows`, a single element (one number for each token and
-    head).
+    head). `gradient` says whether it is the gradient of an input.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Port:
     dtype: str = "input"
     optional: bool = False
     scalar_rows: bool = False
+    gradient: bool = False
 
 
 Rule = Callable[[Inputs, dict[str, int]], None]
@@ -112,7 +113,7 @@ class Operation:
     @functools.cached_property
     def _gradients(self) -> tuple[Port, ...]:
         differentiable = (port for port in self.inputs if port.dtype != "index")
-        return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in differentiable)
+        return tuple(dataclasses.replace(port, name=gradient_name(port.name), gradient=True) for port in differentiable)
 
     @functools.cached_property
     def _axes(self) -> set[str]:

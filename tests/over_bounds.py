@@ -7,6 +7,7 @@ from torch import Tensor
 
 from oracles.operation import gradient_name
 from oracles.tolerance.bound import Bound, bounds
+from properties.laws.law import pairs_of
 from properties.rules.case import Case
 from tests import right
 from verify.bench.places import where
@@ -46,5 +47,5 @@ def broken(implementation: right.Chunkwise, case: Case) -> set[str]:
     results = answered(implementation, case)
     return {
         finding.output
-        for finding in judge(((name, results[name], limits[name]) for name in limits), functools.partial(where, case)).findings
+        for finding in judge(pairs_of({name: results[name] for name in limits}, limits), functools.partial(where, case)).findings
     }

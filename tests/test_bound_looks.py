@@ -19,6 +19,7 @@ from oracles.operations import RULES
 from oracles.tolerance import bound, evaluation
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import RUNS, Bound, bounds, truth
+from properties.laws.law import Pair, pairs_of
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
@@ -189,7 +190,7 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
         o, state = Chunkwise().run(actual_inputs)
         assert state is not None
         limits = bounds(case.spec, inputs, None, "chunkwise", chunk=64)
-        judgement = judge(((name, x, limits[name]) for name, x in (("o", o), ("final_state", state))), lambda *_: "")
+        judgement = judge(pairs_of({"o": o, "final_state": state}, limits), lambda *_: "")
         return [finding.output for finding in judgement.findings], max(judgement.ratios.values())
 
     found, ratio = judged_as(inputs)
@@ -289,7 +290,7 @@ def test_a_settled_bound_has_all_runs() -> None:
 
 
 def judged(limit: Bound, error: float) -> Judgement:
-    return judge([("o", torch.tensor([[error]]), limit)], lambda *_: "")
+    return judge([Pair("o", "", torch.tensor([[error]]), limit)], lambda *_: "")
 
 
 def test_the_judge_looks_further_where_fewer_runs_are_not_sure() -> None:
@@ -318,11 +319,11 @@ def test_the_judge_looks_no_further_where_an_output_is_excused() -> None:
         (math.nan, math.inf, [1.5, 0.9], True),
     ]:
         limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
-        judgement = judge([("o, from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
+        judgement = judge([Pair("o", ", from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
         assert seen == steps, error
         assert bool(judgement.findings) == broken, error
         other, all_of = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
-        assert bool(judge([("dq", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings), error
+        assert bool(judge([Pair("dq", "", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings), error
         assert all_of == [1.5, 0.9, 1.1], error
 
 
@@ -348,7 +349,7 @@ def test_finer_bounds_are_computed_for_the_worst_row_unless_it_is_excused(
         return last if len(seen) == len(steps) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
 
     limit = Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, sure=sure, clear=100.0)
-    (finding,) = judge([("o", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
+    (finding,) = judge([Pair("o", "", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
     assert seen == steps
     assert (finding.rows_over, round(finding.error)) == (2 if steps else 3, 40)
 
@@ -380,7 +381,7 @@ class InTwoParts:
         return Bound(torch.zeros(4, 1), now, finer=later, clear=self.clears[level])
 
     def judged(self, *errors: float, excused: float = 0.0) -> tuple[list[Finding], float]:
-        judgement = judge([("o", torch.tensor(errors).unsqueeze(-1), self.bound())], lambda *_: "", {"o": excused})
+        judgement = judge([Pair("o", "", torch.tensor(errors).unsqueeze(-1), self.bound())], lambda *_: "", {"o": excused})
         return judgement.findings, judgement.ratios["o"]
 
 
@@ -473,7 +474,7 @@ def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation:
         results = answered(implementation, case)
         by_look = [
             judge(
-                ((name, results[name], limit) for name, limit in make(case, first=first).items()),
+                (Pair(name, "", results[name], limit) for name, limit in make(case, first=first).items()),
                 functools.partial(where, case),
             ).findings
             for first in (1, 2, None)

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracles.tolerance.bound import Bound
+from properties.laws.law import Pair
 from properties.rules.case import Case
 from verify.bench.places import where as where_of
 from verify.execution.judge import Judgement
@@ -24,10 +24,10 @@ BATCH = Case((4, 4), heads=2, value_heads=2)
 
 
 def where(name: str, flat: int, shape: torch.Size, case: Case) -> str:
-    return where_of(case, name, flat, shape)
+    return where_of(case, Pair(name, "", torch.empty(0), torch.empty(0)), flat, shape)
 
 
-def judge(pairs: Iterable[Any], case: Case) -> Judgement:
+def judge(pairs: Iterable[Pair], case: Case) -> Judgement:
     return judge_where(pairs, functools.partial(where_of, case))
 
 
@@ -45,7 +45,7 @@ def test_row_inside_its_bound_is_no_finding_and_has_a_ratio() -> None:
     want = torch.zeros(1, 5, 2, 3)
     got = want.clone()
     got[0, 1, 1] = torch.tensor([0.3, 0.0, 0.0])
-    judgement = judge([("o", got, bound(want))], PACKED)
+    judgement = judge([Pair("o", "", got, bound(want))], PACKED)
     assert judgement.findings == []
     assert judgement.rows == 10
     assert judgement.ratios["o"] == pytest.approx(0.6)
@@ -57,13 +57,13 @@ def test_what_a_law_yields_is_judged_as_it_was_when_all_of_it_is_there() -> None
     over = rows.clone()
     over[0, 2, 0, 1] = 0.6
     pairs = [
-        ("bits", same, same.clone()),
-        ("o", over, bound(rows)),
-        ("shape", same, torch.ones(5)),
-        ("nothing", none, bound(none)),
-        ("nobits", none, none),
-        ("differ", same, 2.0 * same),
-        ("within", rows, bound(rows)),
+        Pair("bits", "", same, same.clone()),
+        Pair("o", "", over, bound(rows)),
+        Pair("shape", "", same, torch.ones(5)),
+        Pair("nothing", "", none, bound(none)),
+        Pair("nobits", "", none, none),
+        Pair("differ", "", same, 2.0 * same),
+        Pair("within", "", rows, bound(rows)),
     ]
     judgement = judge(iter(pairs), PACKED)
     assert [finding.output for finding in judgement.findings] == ["o", "shape", "differ"]
@@ -86,10 +86,10 @@ CHANGES = {
 def test_what_is_changed_after_it_was_returned_is_a_finding(change: str, *, exact: bool) -> None:
     want, got = torch.zeros(1, 5, 2, 3), torch.ones(1, 5, 2, 3)
 
-    def pairs() -> Iterator[Any]:
-        yield "o", got, want if exact else bound(want)
+    def pairs() -> Iterator[Pair]:
+        yield Pair("o", "", got, want if exact else bound(want))
         CHANGES[change](got)
-        yield "final_state", want, bound(want)
+        yield Pair("final_state", "", want, bound(want))
 
     finding = only(judge(pairs(), PACKED))
     assert (finding.output, finding.kind) == ("o", FailureKind.INPUT_CHANGED)
@@ -99,7 +99,7 @@ def test_what_is_changed_after_it_was_returned_is_a_finding(change: str, *, exac
 def test_what_stays_wrong_was_not_changed() -> None:
     want = torch.zeros(1, 5, 2, 3)
     for exact, bad in itertools.product([True, False], [math.nan, math.inf, 2.0]):
-        finding = only(judge([("o", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
+        finding = only(judge([Pair("o", "", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
         assert finding.kind is not FailureKind.INPUT_CHANGED, (exact, bad)
 
 
@@ -108,17 +108,17 @@ def test_a_truth_or_a_bound_that_is_not_finite_is_our_failure() -> None:
         value, allowed = torch.zeros(2, 3), torch.ones(2)
         value[1, 2] = broken
         with pytest.raises(ArithmeticError, match="the truth of o"):
-            judge([("o", value.nan_to_num(), Bound(value.double(), allowed.double()))], PACKED)
+            judge([Pair("o", "", value.nan_to_num(), Bound(value.double(), allowed.double()))], PACKED)
         allowed[0] = abs(broken)
         with pytest.raises(ArithmeticError, match="the truth of o"):
-            judge([("o", torch.zeros(2, 3), Bound(torch.zeros(2, 3).double(), allowed.double()))], PACKED)
+            judge([Pair("o", "", torch.zeros(2, 3), Bound(torch.zeros(2, 3).double(), allowed.double()))], PACKED)
 
 
 def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
     want = torch.zeros(1, 5, 2, 4)
     got = want.clone()
     got[0, 4, 0] = 0.26  # each element is under the bound, the row's norm 0.52 is not
-    finding = only(judge([("o", got, bound(want))], PACKED))
+    finding = only(judge([Pair("o", "", got, bound(want))], PACKED))
     assert (finding.rows, finding.rows_over) == (10, 1)
     assert finding.error == pytest.approx(0.52)
     assert finding.allowed == 0.5
@@ -132,7 +132,7 @@ def test_first_and_worst_row_are_both_named() -> None:
     want = torch.zeros(2, 4, 2, 1)
     got = want.clone()
     got[0, 2, 1], got[1, 3, 0], got[1, 3, 1] = 1.0, 3.0, 2.0
-    finding = only(judge([("o", got, bound(want))], BATCH))
+    finding = only(judge([Pair("o", "", got, bound(want))], BATCH))
     assert finding.first == "sequence 0, token 2, head 1"
     assert finding.worst == "sequence 1, token 3, head 0"
     assert finding.rows_over == 3
@@ -143,7 +143,7 @@ def test_worst_is_by_error_over_allowance_and_not_by_error() -> None:
     want = torch.zeros(1, 4, 1, 1)
     allowed = torch.tensor([1.0, 1.0, 1e-9, 1.0]).reshape(1, 4, 1).double()
     got = torch.tensor([0.0, 50.0, 1e-6, 0.0]).reshape(1, 4, 1, 1)
-    finding = only(judge([("o", got, Bound(want.double(), allowed))], Case((4,))))
+    finding = only(judge([Pair("o", "", got, Bound(want.double(), allowed))], Case((4,))))
     assert finding.worst == "token 2, head 0"
     assert finding.first == "token 1, head 0"
 
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_over_every_bound() -> None:
         want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
         got = want.clone()
         got[(0, 3, 1) if scalar else (0, 3, 1, 2)] = bad
-        judgement = judge([("dg" if scalar else "o", got, bound(want, 1e300, scalar=scalar))], PACKED)
+        judgement = judge([Pair("dg" if scalar else "o", "", got, bound(want, 1e300, scalar=scalar))], PACKED)
         finding = only(judgement)
         assert finding.what == "is not finite", (scalar, bad)
         assert finding.worst == "sequence 3, token 0, head 1", (scalar, bad)
@@ -181,7 +181,7 @@ def test_a_truth_beyond_the_range_of_a_dtype_rounds_to_infinity() -> None:
         place = (0, 3, 1) if scalar else (0, 3, 1, 2)
         value, limit = want.to(dtype), bound(want, 100.0, scalar=scalar)
         value[place], limit.value[place] = got, truth
-        judgement = judge([("dg" if scalar else "o", value, limit)], PACKED)
+        judgement = judge([Pair("dg" if scalar else "o", "", value, limit)], PACKED)
         assert not judgement.findings if right else only(judgement).rows_over == 1, (scalar, dtype)
 
 
@@ -190,13 +190,13 @@ def test_a_right_infinity_hides_nothing_beside_it() -> None:
         torch.tensor([70_000.0, 1.0, 0.0]).reshape(1, 1, 1, 3),
         torch.tensor([math.inf, 5.0, 0.0]).half().reshape(1, 1, 1, 3),
     )
-    finding = only(judge([("o", got, bound(want))], Case((1,))))
+    finding = only(judge([Pair("o", "", got, bound(want))], Case((1,))))
     assert (finding.kind, finding.error, finding.got) == (FailureKind.OFF, 4.0, (math.inf, 5.0, 0.0))
 
-    def pairs() -> Iterator[Any]:
-        yield "o", got, bound(want)
+    def pairs() -> Iterator[Pair]:
+        yield Pair("o", "", got, bound(want))
         got[..., 1] = 1.0
-        yield "final_state", want, bound(want)
+        yield Pair("final_state", "", want, bound(want))
 
     assert only(judge(pairs(), Case((1,)))).kind is FailureKind.INPUT_CHANGED
 
@@ -207,15 +207,15 @@ def test_truth_that_is_not_finite_is_our_failure_and_no_verdict(side: str, bad: 
     limit = bound(torch.zeros(1, 5, 2, 3))
     getattr(limit, side)[0, 2, 1] = bad
     with pytest.raises(ArithmeticError, match="truth of o, or its bound, is not finite"):
-        judge([("o", torch.zeros(1, 5, 2, 3), limit)], PACKED)
+        judge([Pair("o", "", torch.zeros(1, 5, 2, 3), limit)], PACKED)
 
 
 def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
     want = torch.tensor([0.0, 1.0, -0.0]).reshape(1, 3, 1, 1)
-    assert judge([("o", -want * torch.tensor([1.0, -1.0, 1.0]).reshape(1, 3, 1, 1), want)], Case((3,))).findings == []
+    assert judge([Pair("o", "", -want * torch.tensor([1.0, -1.0, 1.0]).reshape(1, 3, 1, 1), want)], Case((3,))).findings == []
     moved = want.clone()
     moved[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-    finding = only(judge([("o", moved, want)], Case((3,))))
+    finding = only(judge([Pair("o", "", moved, want)], Case((3,))))
     assert finding.what == "differs, but must be equal to the bit"
     assert (finding.worst, finding.rows_over, finding.allowed) == ("token 1, head 0, channel 0", 1, 0.0)
     assert finding.error == pytest.approx(2**-23)
@@ -223,21 +223,21 @@ def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
 
 def test_nan_differs_from_nan_bit_for_bit() -> None:
     nan = torch.full((1, 2, 1, 1), math.nan)
-    finding = only(judge([("o", nan, nan)], Case((2,))))
+    finding = only(judge([Pair("o", "", nan, nan)], Case((2,))))
     assert (finding.rows_over, finding.what) == (2, "is NaN, but must be equal to the bit")
 
 
 def test_equal_infinities_are_equal_and_are_never_the_worst() -> None:
     want = torch.tensor([math.inf, 1.0]).reshape(1, 2, 1, 1)
-    assert judge([("o", want, want)], Case((2,))).findings == []
+    assert judge([Pair("o", "", want, want)], Case((2,))).findings == []
     got = torch.tensor([math.inf, 1.5]).reshape(1, 2, 1, 1)
-    finding = only(judge([("o", got, want)], Case((2,))))
+    finding = only(judge([Pair("o", "", got, want)], Case((2,))))
     assert finding.worst == finding.first == "token 1, head 0, channel 0"
     assert finding.got[0] == 1.5
 
 
 def test_shape_mismatch_is_a_finding_and_the_rest_is_judged() -> None:
-    pairs = [("o", torch.zeros(1, 4), torch.zeros(1, 5)), ("dq", torch.ones(2), torch.zeros(2))]
+    pairs = [Pair("o", "", torch.zeros(1, 4), torch.zeros(1, 5)), Pair("dq", "", torch.ones(2), torch.zeros(2))]
     judgement = judge(pairs, Case((5,)))
     assert [finding.output for finding in judgement.findings] == ["o", "dq"]
     assert judgement.findings[0].what == "has shape (1, 4), must have (1, 5)"
@@ -246,15 +246,15 @@ def test_shape_mismatch_is_a_finding_and_the_rest_is_judged() -> None:
 
 def test_no_rows_are_counted_as_none() -> None:
     empty = torch.zeros(1, 0, 2, 3)
-    judgement = judge([("o", empty, empty), ("o", empty, bound(empty))], Case((0,)))
+    judgement = judge([Pair("o", "", empty, empty), Pair("o", "", empty, bound(empty))], Case((0,)))
     assert (judgement.rows, judgement.findings, judgement.ratios) == (0, [], {})
 
 
 def test_ratios_keep_the_worst_of_every_name() -> None:
     want = torch.zeros(1, 1, 1, 1)
     pairs = [
-        (name, torch.full_like(want, error), bound(want))
-        for name, error in (("o", 0.1), ("o, summed", 0.4), ("o of sequence 0 alone", 0.2))
+        Pair("o", detail, torch.full_like(want, error), bound(want))
+        for detail, error in (("", 0.1), (", summed", 0.4), ("of sequence 0 alone", 0.2))
     ]
     assert judge(pairs, Case((1,))).ratios == {"o": pytest.approx(0.8)}
 
@@ -266,10 +266,10 @@ def test_place_in_words() -> None:
         ("dg", (1, 5, 2), (0, 4, 0), "sequence 3, token 1, head 0"),
         ("o", (1, 5, 2, 8), (0, 2, 1, 7), "sequence 1, token 2, head 1, channel 7"),
         ("final_state", (5, 2, 8), (4, 1, 6), "sequence 4, head 1, key row 6"),
-        ("final_state, summed", (5, 2, 8), (0, 1, 6), "sequence 0, head 1, key row 6"),
+        ("final_state", (5, 2, 8), (0, 1, 6), "sequence 0, head 1, key row 6"),
         ("dh0", (5, 2, 8, 8), (2, 0, 3, 1), "sequence 2, head 0, key row 3, channel 1"),
-        ("o of the other sequences", (2, 2, 8), (1, 0, 3), "index 1, 0, 3"),
-        ("bytes of input v", (64,), (63,), "index 63"),
+        ("o", (2, 2, 8), (1, 0, 3), "index 1, 0, 3"),
+        ("bytes", (64,), (63,), "index 63"),
     ]:
         flat = int(torch.arange(math.prod(shape)).reshape(shape)[index])
         assert where(name, flat, torch.Size(shape), PACKED) == words, name
@@ -277,6 +277,18 @@ def test_place_in_words() -> None:
 
 def test_place_of_a_single_sequence_names_no_sequence() -> None:
     assert where("o", 5, torch.Size((1, 4, 2)), Case((4,), value_heads=2)) == "token 2, head 1"
+
+
+@pytest.mark.parametrize(
+    ("detail", "name"), [("", "dq"), ("of sequence 2 alone", "dq of sequence 2 alone"), (", read twice", "dq, read twice")]
+)
+def test_a_finding_names_its_comparison_and_its_port(detail: str, name: str) -> None:
+    finding = only(judge([Pair("dq", detail, torch.ones(1), torch.zeros(1))], PACKED))
+    assert (finding.output, finding.port) == (name, "dq")
+    data = finding.to_json()
+    assert Finding.from_json(data) == finding
+    del data["port"]  # as earlier releases wrote it
+    assert Finding.from_json(data) == finding
 
 
 @given(

@@ -209,9 +209,9 @@ def test_bounds_of_an_entry_that_make_no_sense_are_refused(tmp_path: pathlib.Pat
 
 def test_a_finding_of_one_rank_is_explained_by_the_output_that_is_wrong(tmp_path: pathlib.Path) -> None:
     (defect,) = load(written(tmp_path, {"outputs": '["dg"]'}))
-    finding = Finding("dg with tp=1 cp=1", FailureKind.OFF, "is off", error=2.0, allowed=1.0, ranks=(1,))
+    finding = Finding("dg with tp=1 cp=1", FailureKind.OFF, "is off", error=2.0, allowed=1.0, ranks=(1,), port="dg")
     assert defect.explains(defect.run, [finding])
-    assert not defect.explains(defect.run, [dataclasses.replace(finding, output="dk")])
+    assert not defect.explains(defect.run, [dataclasses.replace(finding, output="dk", port="dk")])
 
 
 # Defects of one configuration of a kernel

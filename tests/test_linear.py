@@ -38,7 +38,7 @@ def broken(variant: str, amount: float | None) -> set[str]:
     pairs = LAWS["linear"].check(AdapterBench(adapter, None, case), Example(case, None, variant))
     judgement = judge(pairs, functools.partial(where, case))
     assert judgement.rows > 20
-    return {finding.output.split()[0] for finding in judgement.findings}
+    return {finding.port for finding in judgement.findings}
 
 
 def test_a_factor_of_two_is_exact_of_a_right_implementation() -> None:
@@ -67,7 +67,7 @@ def test_zero_cotangents_give_zeros_however_small_what_else_they_give() -> None:
 
     def findings(adapter: right.Recurrent) -> list[str]:
         pairs = LAWS["linear"].check(AdapterBench(adapter, None, case), Example(case, None, "zero_cotangents"))
-        return [finding.output.split()[0] for finding in judge(pairs, functools.partial(where, case)).findings]
+        return [finding.port for finding in judge(pairs, functools.partial(where, case)).findings]
 
     assert findings(right.Recurrent()) == []
     assert findings(Leaks()) == ["dq"]

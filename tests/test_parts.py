@@ -16,6 +16,7 @@ from oracles.operations import RULES
 from oracles.tolerance import bound, evaluation
 from oracles.tolerance.bound import Bound, bounds, truth
 from oracles.tolerance.parts import Cut, Part
+from properties.laws.law import Pair
 from properties.modules.case import ModuleCase
 from properties.pools.case import PoolCase
 from properties.rules.case import Case
@@ -379,7 +380,7 @@ def test_the_same_is_broken_whether_the_whole_is_looked_at_or_parts(
                 if not parts:
                     patch.setattr(Cut, "having", lambda self, port, rows: self.whole)
                 limits = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)
-                pairs = [(name, results[name], limit) for name, limit in limits.items()]
+                pairs = [Pair(name, "", results[name], limit) for name, limit in limits.items()]
                 found.append({(finding.output, finding.worst) for finding in judge(pairs, functools.partial(where, case)).findings})
         assert found[0] == found[1]
         assert bool(found[0]) == broken

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from properties.laws.law import Pair
 from properties.paths.case import ParallelCase
 from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
 from properties.paths.laws import PATH_LAWS
@@ -262,12 +263,16 @@ def bench(line: str, place: Place) -> RankBench:
     return RankBench(paths.Mutant(), ParallelCase.parse(line), place, dict)
 
 
+def pair(port: str) -> Pair:
+    return Pair(port, "", torch.empty(0), torch.empty(0))
+
+
 def test_a_row_is_named_by_its_sequence_and_token_in_the_whole() -> None:
     line = "lengths=4+3 packed=yes padding=least cp=2 heads=2 value_heads=2"
 
     def words(place: Place) -> list[str]:
         one = bench(line, place)
-        return [one.where("y", flat, torch.Size((1, 4))) for flat in range(4)]
+        return [one.where(pair("y"), flat, torch.Size((1, 4))) for flat in range(4)]
 
     first, second = simulate(1, 2, words)
     assert first == ["sequence 0, token 0", "sequence 0, token 3", "sequence 1, token 0", "sequence 1, token 3, a pad"]
@@ -276,7 +281,8 @@ def test_a_row_is_named_by_its_sequence_and_token_in_the_whole() -> None:
 
 def test_a_row_of_a_parameter_is_named_by_its_index_in_the_whole() -> None:
     def words(place: Place) -> str:
-        return bench("lengths=4 tp=2 heads=2 value_heads=2 key_dim=1 value_dim=1", place).where("din_proj", 1, torch.Size((6,)))
+        one = bench("lengths=4 tp=2 heads=2 value_heads=2 key_dim=1 value_dim=1", place)
+        return one.where(pair("din_proj"), 1, torch.Size((6,)))
 
     assert simulate(2, 1, words) == ["index 2", "index 3"]  # q has two rows, one a rank; then k
 

@@ -17,7 +17,7 @@ from oracles.rule import gated_delta
 from oracles.serving import SERVING
 from oracles.tolerance import bound
 from properties.books import book_for
-from properties.laws.law import Blind, Breach
+from properties.laws.law import Blind, Breach, Pair
 from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain, trace_cases
 from properties.traces.laws import TRACE_LAWS
@@ -712,9 +712,12 @@ def test_a_line_is_repeated_and_an_unsupported_one_says_why() -> None:
 
 
 def test_places_are_named_in_words() -> None:
-    assert place_of("o of a in event 3", 3, torch.Size([2, 2])) == "token 1, head 1"
-    assert place_of("state of a after event 3", 17, torch.Size([2, 16])) == "head 1, key row 1"
-    assert place_of("owners of all slots", 0, torch.Size([])) == "index "
+    def place(port: str, flat: int, *shape: int) -> str:
+        return place_of(Pair(port, "of a in event 3", torch.empty(0), torch.empty(0)), flat, torch.Size(shape))
+
+    assert place("o", 3, 2, 2) == "token 1, head 1"
+    assert place("state", 17, 2, 16) == "head 1, key row 1"
+    assert place("owners", 0) == "index "
 
 
 def test_what_the_engine_gets_is_its_own_copy() -> None:

@@ -26,7 +26,7 @@ def _finite(bench: Bench, example: Example) -> Iterator[Pair]:
     """Numbers are compared with themselves, where NaN and infinities are replaced by zeros."""
     inputs, cotangents = bench.call(example.case)
     for name, got in bench.run(inputs, cotangents).items():
-        yield name, got, got.nan_to_num(0.0, 0.0, 0.0)
+        yield Pair(name, "", got, got.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _future(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -43,7 +43,7 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     want = bench.run(inputs, None) if bench.domain.isolated else _both(bench, inputs, there, None)
     for name, x in got.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:
-            yield f"{name} before token {at}", x[past], _part(want[name], past)
+            yield Pair(name, f"before token {at}", x[past], _part(want[name], past))
 
 
 def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -63,7 +63,7 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
         axes = axes_of(spec, name)
         if axes[0] in "BN":
             rows = _others(example, axes)
-            yield f"{name} of the other sequences", got[rows], bounds[name].at(rows)
+            yield Pair(name, "of the other sequences", got[rows], bounds[name].at(rows))
 
 
 def _both(bench: Bench, inputs: Inputs, changed: Inputs, cotangents: Cotangents) -> dict[str, Bound]:
@@ -108,7 +108,7 @@ def _packed(bench: Bench, example: Example) -> Iterator[Pair]:
         bounds = bench.bounds(single, part)
         for name, got in together.items():
             if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
-                yield f"{name} of packed sequence {row}", got[index_of(name)], bounds[name]
+                yield Pair(name, f"of packed sequence {row}", got[index_of(name)], bounds[name])
 
 
 def _some(case: CallCase) -> range:

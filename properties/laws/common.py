@@ -64,8 +64,8 @@ def without_options(bench: Bench, example: Example) -> Iterator[Pair]:
     for option in values:
         rest = text_of_values({name: value for name, value in values.items() if name != option})
         exact = option in bench.domain.exact_options and bench.domain.deterministic
-        for name, got in bench.run(inputs, cotangents, options=rest).items():
-            yield f"{name} without {option}:{values[option]}", got, once[name] if exact else bounds[name]
+        got = bench.run(inputs, cotangents, options=rest)
+        yield from pairs_of(got, once if exact else bounds, f"without {option}:{values[option]}")
 
 
 def packed(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -100,7 +100,7 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     own = bench.bounds(single, part) if one_state else None
     for name, got in bench.run(single, part).items():
         if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
-            yield f"{name} of sequence {alone} alone", got, bounds[name].at(*index_of(name)) if own is None else own[name]
+            yield Pair(name, f"of sequence {alone} alone", got, bounds[name].at(*index_of(name)) if own is None else own[name])
 
 
 def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
@@ -168,8 +168,7 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
             whole[name] = second[name]
         elif name == "dh0":
             whole[name] = value
-    for name, got in whole.items():  # without parameters' gradients, which are sums over pieces that are each rounded separately
-        yield name, got, bounds[name]
+    yield from pairs_of(whole, bounds)  # without parameters' gradients, which are sums over pieces that are rounded separately
 
 
 def rounds_states(bench: Bench, case: Any, dtype: torch.dtype) -> bool:
@@ -195,17 +194,16 @@ def _cut_in_two(
     y, dtype = token_output(case.spec), first["final_state"].dtype
     tail = tail.replaced(state=first["final_state"].to(carried_dtype(bench, case, dtype)))
     if cotangents is None:
-        limits = bench.bounds(head, None)
-        yield from ((f"{name} before the cut", got, limits[name]) for name, got in first.items())
+        yield from pairs_of(first, bench.bounds(head, None), "before the cut")
         limits = bench.bounds(tail, None)
-        yield from ((f"{name} after the cut", got, limits[name]) for name, got in bench.run(tail, None).items())
+        yield from pairs_of(bench.run(tail, None), limits, "after the cut")
         return
     later = {y: directions[1], "final_state": cotangents["final_state"].to(final_dtype(case, tail))}
     second, limits = bench.run(tail, later), bench.bounds(tail, later)
-    yield from ((f"{name} after the cut", got, limits[name]) for name, got in second.items())
+    yield from pairs_of(second, limits, "after the cut")
     earlier = {y: directions[0], "final_state": second["dh0"].to(dtype)}
     limits = bench.bounds(head, earlier)
-    yield from ((f"{name} before the cut", got, limits[name]) for name, got in bench.run(head, earlier).items())
+    yield from pairs_of(bench.run(head, earlier), limits, "before the cut")
 
 
 def final_dtype(case: Any, inputs: Inputs) -> torch.dtype:
@@ -230,20 +228,19 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     got = bench.run(_tokens(spec, inputs, slice(0, at)), None)
     rows = [got[y]]
     if rounds_states(bench, case, got["final_state"].dtype):  # then every call is judged by its own bounds
-        limits = bench.bounds(_tokens(spec, inputs, slice(0, at)), None)
-        yield from ((f"{name} of the prompt", value, limits[name]) for name, value in got.items())
+        yield from pairs_of(got, bench.bounds(_tokens(spec, inputs, slice(0, at)), None), "of the prompt")
         for token in range(at, case.lengths[0]):
             state = got["final_state"].to(carried_dtype(bench, case, got["final_state"].dtype))
             step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=state)
             got, limits = bench.run(step, None, counterpart=True), bounds_as(bench, step, None, "recurrent")
-            yield from ((f"{name} of the step at token {token}", value, limits[name]) for name, value in got.items())
+            yield from pairs_of(got, limits, f"of the step at token {token}")
         return
     for token in range(at, case.lengths[0]):
         step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
         got = bench.run(step, None, counterpart=True)
         rows.append(got[y])
-    yield y, torch.cat(rows, 1), bounds[y]
-    yield "final_state", got["final_state"], bounds["final_state"]
+    yield Pair(y, "", torch.cat(rows, 1), bounds[y])
+    yield Pair("final_state", "", got["final_state"], bounds["final_state"])
 
 
 def future(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -261,7 +258,7 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
     past = place < at
     for name in (token_output(spec), "dq"):
         if name in once:
-            yield f"{name} before token {at}", twice[name][past], once[name][past]
+            yield Pair(name, f"before token {at}", twice[name][past], once[name][past])
 
 
 def _later(case: Any, domain: Any) -> Any:
@@ -294,7 +291,7 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
         axes = axes_of(spec, name)
         if axes[0] == "N" or axes[:2] == ["B", "T"]:
             keep = rows if axes[0] == "N" else sample != at
-            yield f"{name} of the other sequences", got[keep], once[name][keep]
+            yield Pair(name, "of the other sequences", got[keep], once[name][keep])
 
 
 def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -326,8 +323,8 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     changed = padded.replaced(**{name: only(name, inputs[name], others[name]) for name in names})
     once, twice = bench.run(padded, turned), bench.run(changed, turned)
     for name, got in once.items():
-        yield f"{name} with left padding", tokens(name, got), bounds[name]
-        yield f"{name} with other left padding", tokens(name, twice[name]), tokens(name, got)
+        yield Pair(name, "with left padding", tokens(name, got), bounds[name])
+        yield Pair(name, "with other left padding", tokens(name, twice[name]), tokens(name, got))
 
 
 def memory(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -338,8 +335,7 @@ def memory(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     once, twice = (bench.run(inputs, cotangents, poison=poison) for poison in (float("nan"), -3.0e4))
     if bench.domain.deterministic:
-        for name, got in twice.items():
-            yield f"{name} of a second run", got, once[name]
+        yield from pairs_of(twice, once, "of a second run")
     else:
         bounds = bench.bounds(inputs, cotangents)
         for results in (once, twice):
@@ -357,13 +353,11 @@ def again(bench: Bench, example: Example) -> Iterator[Pair]:
     runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
     if bench.domain.deterministic:
         for number, results in enumerate(runs[1:], 2):
-            for name, got in results.items():
-                yield f"{name} of call {number}, as of the first", got, runs[0][name]
+            yield from pairs_of(results, runs[0], f"of call {number}, as of the first")
     else:
         bounds = bench.bounds(inputs, cotangents)
         for number, results in enumerate(runs, 1):
-            for name, got in results.items():
-                yield f"{name} of call {number}", got, bounds[name]
+            yield from pairs_of(results, bounds, f"of call {number}")
 
 
 def batch(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -401,7 +395,7 @@ def batch(bench: Bench, example: Example) -> Iterator[Pair]:
                 x = x[last : last + 1]
             else:
                 continue
-            yield f"{name} of sequence {at}, one of {len(rows)}", x, want[name]
+            yield Pair(name, f"of sequence {at}, one of {len(rows)}", x, want[name])
 
 
 def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[int]) -> tuple[Inputs, Cotangents]:
@@ -439,8 +433,7 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     if how == "expanded":  # the numbers of the one state that a packed call may have are then in the places of the others too
         inputs, turned = conventional(bench.domain, inputs, turned)
     bounds = bench.bounds(inputs, turned)
-    for name, got in bench.run(inputs, turned).items():
-        yield f"{name} from {how.replace('_', ' ')} inputs", got, bounds[name]
+    yield from pairs_of(bench.run(inputs, turned), bounds, f"from {how.replace('_', ' ')} inputs")
 
 
 def view(x: Tensor, how: str) -> Tensor:
@@ -494,7 +487,7 @@ def pure(bench: Bench, example: Example) -> Iterator[Pair]:
     copies = {name: bytes_of(x).clone() for name, x in memory.items()}
     bench.run(inputs.replaced(**views), turned)
     for name, x in memory.items():
-        yield f"bytes of {name}", bytes_of(x), copies[name]
+        yield Pair("bytes", f"of {name}", bytes_of(x), copies[name])
 
 
 def bytes_of(x: Tensor) -> Tensor:

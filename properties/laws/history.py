@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from oracles.operation import NAMES, Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, present, with_others
+from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, pairs_of, present, with_others
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
@@ -79,15 +79,9 @@ def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
     return [*found.items()]
 
 
-def _judged(got: Results, bounds: dict[str, Bound], what: str) -> Iterator[Pair]:
-    for name, value in got.items():
-        yield f"{name} {what}", value, bounds[name]
-
-
 def _repeated(bench: Bench, got: Results, once: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
     """Compare a call with the same call before: bit for bit if the domain promises that, else by its bounds."""
-    for name, value in got.items():
-        yield f"{name} of the first call, repeated", value, once[name] if bench.domain.deterministic else bounds[name]
+    yield from pairs_of(got, once if bench.domain.deterministic else bounds, "of the first call, repeated")
 
 
 def _others(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -96,20 +90,19 @@ def _others(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, cotangents)
     once = bench.run(inputs, cotangents)
     copies = {name: value.clone() for name, value in once.items()}
-    yield from _judged(once, bounds, "of the first call")
+    yield from pairs_of(once, bounds, "of the first call")
     yield from _other(bench, rotated(case, bench.domain), "numbers")
-    for name, value in once.items():
-        yield f"{name} of the first call, read after the second", value.clone(), copies[name]
+    yield from pairs_of({name: x.clone() for name, x in once.items()}, copies, "of the first call, read after the second")
     yield from _repeated(bench, bench.run(inputs, cotangents), once, bounds)
     for what, other in other_kinds(bench.domain, case):
         yield from _other(bench, other, what)
-    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call, repeated at the end")
+    yield from pairs_of(bench.run(inputs, cotangents), bounds, "of the first call, repeated at the end")
 
 
 def _other(bench: Bench, case: Any, what: str) -> Iterator[Pair]:
     """Run another case and judge it by its own bounds."""
     inputs, cotangents = bench.call(case)
-    yield from _judged(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents), f"of a later call with other {what}")
+    yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents), f"of a later call with other {what}")
 
 
 def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents], tuple[Inputs, Cotangents]]:
@@ -125,14 +118,14 @@ def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
         bench, case, rotated(case, bench.domain) if bench.domain.refills else with_others(case, bench.domain)
     )
     bounds = bench.bounds(inputs, cotangents)
-    yield from _judged(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
+    yield from pairs_of(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
 
 
 def _freed(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     (inputs, cotangents), (first, _) = _two(bench, case, rotated(case, bench.domain))
     bounds = bench.bounds(inputs, cotangents)
-    yield from _judged(bench.renew(first, inputs, cotangents), bounds, "in memory that an earlier call's tensors had")
+    yield from pairs_of(bench.renew(first, inputs, cotangents), bounds, "in memory that an earlier call's tensors had")
 
 
 def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -145,8 +138,8 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
         with torch.no_grad():
             rounds.append(bench.run(leaves, None, same_objects=True))
         rounds.append(bench.run(leaves, cotangents, same_objects=True))
-    yield from _judged(rounds[0], bounds, "of a call under no_grad")
-    yield from _judged(rounds[1], bounds, "of a call with gradients, after one under no_grad")
+    yield from pairs_of(rounds[0], bounds, "of a call under no_grad")
+    yield from pairs_of(rounds[1], bounds, "of a call with gradients, after one under no_grad")
     for number in (2, 3):
         yield from _repeated(bench, rounds[number], rounds[number - 2], bounds)
 
@@ -155,17 +148,17 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
     bounds = bench.bounds(inputs, cotangents)
-    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call")
+    yield from pairs_of(bench.run(inputs, cotangents), bounds, "of the first call")
     required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
     bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
-    yield from _judged(bench.run(inputs, cotangents), bounds, "of the first call, repeated after a call without a required tensor")
+    yield from pairs_of(bench.run(inputs, cotangents), bounds, "of the first call, repeated after a call without a required tensor")
 
 
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
     for number, results, what in at_once(bench, calls, bench.domain, streams=example.variant == "streams"):
-        yield from _judged(results, limits[number], what)
+        yield from pairs_of(results, limits[number], what)
 
 
 def at_once(

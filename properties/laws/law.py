@@ -1,13 +1,12 @@
 """Laws: what must hold for every right implementation. One law is one sentence and one function.
 
-A law runs the implementation through a Bench and yields what to compare: (name, got, want). If `want` is a Bound, `got` is judged
-row by row against the float64 truth. If `want` is a tensor, the two are compared bit for bit (0 and -0 are equal, NaN never is). A
-law raises Blind when it finds that its case could not have shown the defect that the law is about.
+A law runs the implementation through a Bench and yields what to compare, as a `Pair`. It raises Blind when it finds that its case
+could not have shown the defect that the law is about.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from properties.words.options import all_values
 
 Results = dict[str, Tensor]
 Cotangents = dict[str, Tensor] | None
-Pair = tuple[str, Tensor, Tensor | Bound]
 CALLS = 3
 CROWD = 9  # sequences of a large batch: more than kernels unroll or vectorise for small batches
 
@@ -31,7 +29,29 @@ class Blind(Exception):
 
 
 class Breach(Exception):
-    """The law is broken in a way that no comparison of tensors shows; the message says how."""
+    """The law is broken in a way that no comparison of tensors shows: `way` says how, and `what` may say more of this case."""
+
+    def __init__(self, way: str, what: str = "") -> None:
+        super().__init__(f"{way}: {what}" if what else way)
+        self.way = way
+
+
+class Pair(NamedTuple):
+    """A comparison: what the implementation returned, and what was expected.
+
+    If `want` is a Bound, `got` is judged row by row against the float64 truth. If `want` is a tensor, the two are compared bit for
+    bit (0 and -0 are equal, NaN never is). `port` is the output or gradient, and `detail` says in words which part or call of it.
+    """
+
+    port: str
+    detail: str
+    got: Tensor
+    want: Tensor | Bound
+
+    @property
+    def name(self) -> str:
+        """The comparison in words, such as "dq of sequence 2 alone"."""
+        return self.port + ("" if self.detail.startswith(",") else " ") * bool(self.detail) + self.detail
 
 
 class Bench(Protocol):
@@ -209,10 +229,10 @@ def token_output(spec: Operation) -> str:
     return next(port.name for port in spec.outputs if port.axes.startswith("B T"))
 
 
-def pairs_of(got: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
-    """Yield every result with its bound."""
-    for name, value in got.items():  # bounds may include a final state that the run did not return
-        yield name, value, bounds[name]
+def pairs_of(got: Results, want: Mapping[str, Tensor | Bound], detail: str = "") -> Iterator[Pair]:
+    """Yield every result with what is expected of it."""
+    for name, value in got.items():  # there may be a bound of a final state that the run did not return
+        yield Pair(name, detail, value, want[name])
 
 
 def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: str) -> dict[str, Bound]:

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.operation import Inputs
-from oracles.tolerance.bound import Bound
 from properties.laws import common as common_laws
 from properties.laws.common import view
 from properties.laws.far_views import FAR, far, far_examples, lacks_far
 from properties.laws.history import history_law
-from properties.laws.law import Bench, Blind, Law, Pair, either, examples_of, visible, with_others
+from properties.laws.law import Bench, Blind, Law, Pair, either, examples_of, pairs_of, visible, with_others
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain, layer_cases
 from properties.words.domain import VIEWS
@@ -33,7 +32,7 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.hidden.shape[:2])
     later = torch.where((place >= at).unsqueeze(-1), with_others(case).inputs().hidden, inputs.hidden)
     once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(hidden=later), cotangents)
-    yield f"y before token {at}", twice["y"][place < at], once["y"][place < at]
+    yield Pair("y", f"before token {at}", twice["y"][place < at], once["y"][place < at])
 
 
 def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -58,9 +57,9 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
         part = _part(inputs, start, stop, got)
         got = bench.run(part, None, counterpart=example.variant == "steps")
         rows.append(got["y"])
-    yield f"y going on after {at} tokens", torch.cat(rows, 1), bounds["y"]
+    yield Pair("y", f"going on after {at} tokens", torch.cat(rows, 1), bounds["y"])
     for name in ("final_state", "conv_state"):
-        yield f"{name} going on after {at} tokens", got[name], bounds[name]
+        yield Pair(name, f"going on after {at} tokens", got[name], bounds[name])
 
 
 def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:
@@ -79,9 +78,8 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     )
     inputs = inputs.replaced(hidden=views.pop("hidden"))
     turned = None if cotangents is None else {**cotangents, **views}
-    bounds: dict[str, Bound] = bench.bounds(inputs, turned)
-    for name, got in bench.run(inputs, turned).items():
-        yield f"{name} from {how.replace('_', ' ')} hidden states", got, bounds[name]
+    bounds = bench.bounds(inputs, turned)
+    yield from pairs_of(bench.run(inputs, turned), bounds, f"from {how.replace('_', ' ')} hidden states")
 
 
 def _promises(name: str) -> Callable[[LayerDomain], str | None]:

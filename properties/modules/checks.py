@@ -30,8 +30,9 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from pairs_of(bench.run(inputs, cotangents), bounds)
     if what == "final_state":
         unasked = None if cotangents is None else {"y": cotangents["y"]}
-        for name, got in bench.run(inputs.replaced(output_final_state=False), unasked).items():
-            yield f"{name} with the final state not asked for", got, bounds[name]
+        yield from pairs_of(
+            bench.run(inputs.replaced(output_final_state=False), unasked), bounds, "with the final state not asked for"
+        )
         return
     neutral = {
         "bias": lambda: torch.zeros(case.width if case.operation in CONV else case.out_width, dtype=inputs.x.dtype),
@@ -46,7 +47,7 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     arguments = Inputs(**{**inputs, {"offsets": "cu_seqlens"}.get(what, what): neutral, **more})
     for name, got in bench.run(arguments, cotangents).items():
         if name in bounds:
-            yield f"{name} with {what} given", got, bounds[name]
+            yield Pair(name, f"with {what} given", got, bounds[name])
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -57,8 +58,8 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
         factor = 0 if example.variant == "zero_cotangents" else -2
         once = bench.run(inputs, cotangents)
         for name, got in bench.run(inputs, {name: factor * x for name, x in cotangents.items()}).items():
-            if name.startswith("d"):
-                yield f"{name} with cotangents times {factor}", got, factor * once[name]
+            if example.case.spec.port(name).gradient:
+                yield Pair(name, f"with cotangents times {factor}", got, factor * once[name])
         return
     changed = {"inputs": ("x", "state", "bias", "residual"), "weight": ("weight", "bias")}[example.variant or ""]
     same = {"inputs": ("dx", "dh0", "dbias", "dresidual"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
@@ -67,7 +68,7 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
     once = bench.run(inputs, cotangents)
     there = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
     for name, got in bench.run(there, cotangents).items():
-        yield f"{name} with {example.variant} times -2", got, once[name] if name in same else -2 * once[name]
+        yield Pair(name, f"with {example.variant} times -2", got, once[name] if name in same else -2 * once[name])
 
 
 def scaled(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -77,7 +78,7 @@ def scaled(bench: Bench, example: Example) -> Iterator[Pair]:
     once = bench.run(inputs, cotangents)
     eps = EPS[case.eps] or norm.EPS
     for name, got in bench.run(inputs.replaced(x=2 * inputs.x, eps=4 * eps), cotangents).items():
-        yield f"{name} of 2 x with 4 eps", 2 * got if name == "dx" else got, once[name]
+        yield Pair(name, "of 2 x with 4 eps", 2 * got if name == "dx" else got, once[name])
 
 
 def whole(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -87,14 +88,14 @@ def whole(bench: Bench, example: Example) -> Iterator[Pair]:
     want = bench.truth(inputs, cotangents)
     for name, got in bench.run(inputs, cotangents).items():
         if case.dtype == "fp32" or name not in ("dweight", "dbias"):
-            yield name, got.double(), want[name]
+            yield Pair(name, "", got.double(), want[name])
 
 
 def copied(bench: Bench, example: Example) -> Iterator[Pair]:
     """A final state is a copy of inputs, so it is exact."""
     inputs, _ = bench.call(example.case)
     want = bench.truth(inputs, None)["final_state"]
-    yield "final_state", bench.run(inputs, None)["final_state"].double(), want
+    yield Pair("final_state", "", bench.run(inputs, None)["final_state"].double(), want)
 
 
 def tokens(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -110,7 +111,7 @@ def tokens(bench: Bench, example: Example) -> Iterator[Pair]:
     once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
     for name, got in twice.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:
-            yield f"{name} of the other tokens", got[~here], once[name][~here]
+            yield Pair(name, "of the other tokens", got[~here], once[name][~here])
 
 
 def apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]]:
@@ -136,7 +137,7 @@ def apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]
         for name, got in twice.items():
             if (axis := axis_of(name)) is not None:
                 index: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
-                yield f"{name} of the other {what}", got[index], once[name][index]
+                yield Pair(name, f"of the other {what}", got[index], once[name][index])
 
     return check
 
@@ -157,7 +158,7 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
     for name, got in bench.run(there, turned).items():
         of_tokens = axes_of(case.spec, name)[0] in ("B", "N")
-        yield f"{name} permuted", got, moved(name, once[name]) if once and of_tokens else bounds[name]
+        yield Pair(name, "permuted", got, moved(name, once[name]) if once and of_tokens else bounds[name])
 
 
 def repeated(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -176,4 +177,4 @@ def repeated(bench: Bench, example: Example) -> Iterator[Pair]:
     once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
     for name, got in bench.run(there, turned).items():
         want: Tensor | Bound = repeat(once[name]) if once else bounds[name]
-        yield f"{name} of heads repeated", got, want
+        yield Pair(name, "of heads repeated", got, want)

@@ -114,10 +114,10 @@ def _parallel(bench: PathBench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = _call(example.case)
     bounds = bench.bounds()
     for name, got in bench.run(inputs, cotangents).items():
-        yield name, got, _part_bound(bench, bounds, name)
+        yield Pair(name, "", got, _part_bound(bench, bounds, name))
     if bench.rank.mesh != Mesh(1, 1) and bench.rank == Rank(bench.rank.mesh):
         for name, got in bench.run(inputs, cotangents, alone=True).items():
-            yield f"{name} with tp=1 cp=1", got, bounds[name]
+            yield Pair(name, "with tp=1 cp=1", got, bounds[name])
 
 
 def _same(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -126,9 +126,9 @@ def _same(bench: PathBench, example: Example) -> Iterator[Pair]:
     name, _, value = (example.variant or "").partition("=")
     changed: dict[str, Any] = {name: value}
     for what, got in bench.run(inputs, cotangents, **changed).items():
-        yield f"{what} with {example.variant}", got, _part_bound(bench, bounds, what)
+        yield Pair(what, f"with {example.variant}", got, _part_bound(bench, bounds, what))
     for what, got in bench.run(inputs, cotangents).items():
-        yield what, got, _part_bound(bench, bounds, what)
+        yield Pair(what, "", got, _part_bound(bench, bounds, what))
 
 
 def _sections(case: ParallelCase) -> tuple[list[int], list[int]]:
@@ -163,8 +163,8 @@ def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
     here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
     tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
     got, gradient = bench.move(tags[here], sections, there, back[there])
-    yield f"from {here} to {there}", got, tags[there]
-    yield f"gradient from {there} to {here}", gradient, back[here]
+    yield Pair("from", f"{here} to {there}", got, tags[there])
+    yield Pair("gradient", f"from {there} to {here}", gradient, back[here])
 
 
 def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -174,8 +174,8 @@ def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
         there, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
         got, gradient = bench.move(there, sections, "tokens", back["tokens"])
         _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
-        yield f"{len(sections)} sections there and back", got, tags["tokens"]
-        yield f"gradient of {len(sections)} sections there and back", gradient, back["tokens"]
+        yield Pair(str(len(sections)), "sections there and back", got, tags["tokens"])
+        yield Pair("gradient", f"of {len(sections)} sections there and back", gradient, back["tokens"])
 
 
 def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -187,8 +187,9 @@ def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
             form: bench.move(tags[here], sections, direction, back[there], thd_all_to_all=form)
             for form in ("per_sequence", "fused")
         }
-        for name, once, twice in zip(("", "gradient of "), ways["per_sequence"], ways["fused"], strict=True):
-            yield f"{name}fused to {there}", twice, once
+        (once, gradient), (fused, fused_gradient) = ways["per_sequence"], ways["fused"]
+        yield Pair("fused", f"to {there}", fused, once)
+        yield Pair("gradient", f"of fused to {there}", fused_gradient, gradient)
 
 
 def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -203,8 +204,8 @@ def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
     ways = 2 if cotangents is not None else 1  # backward mirrors forward
     counted = bench.exchanged(lambda: bench.run(inputs, cotangents))
     want = (ways * calls, ways * elements * itemsize) if case.cp > 1 else (0, 0)
-    for name, index in (("all-to-alls", 0), ("bytes sent in them", 1)):
-        yield name, torch.tensor([counted["all_to_all"][index]]), torch.tensor([want[index]])
+    for name, detail, index in (("all-to-alls", "", 0), ("bytes", "sent in them", 1)):
+        yield Pair(name, detail, torch.tensor([counted["all_to_all"][index]]), torch.tensor([want[index]]))
 
 
 def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -214,8 +215,9 @@ def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
     if not message:
         raise Breach(f"accepts an illegal layout ({example.variant})")
     if len(set(from_every_rank)) > 1:
-        raise Breach(f"refuses an illegal layout ({example.variant}) with several messages: {sorted(set(from_every_rank))}"[:300])
-    yield "ranks that refuse", torch.tensor([len(from_every_rank)]), torch.tensor([case_ranks(example.case)])
+        way = f"refuses an illegal layout ({example.variant}) with several messages"
+        raise Breach(way, str(sorted(set(from_every_rank)))[: 298 - len(way)])
+    yield Pair("ranks", "that refuse", torch.tensor([len(from_every_rank)]), torch.tensor([case_ranks(example.case)]))
 
 
 def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -236,7 +238,7 @@ def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
     for name, x in whole.items():
         wanted = {rank: sharding.shard(layer, name, x, rank, AT_REST) for rank in rank_shards}
         for rank, shard in wanted.items():
-            yield f"{name} of tp rank {rank.tp}, cp rank {rank.cp}", rank_shards[rank][name].to(x.dtype), shard.value
+            yield Pair(name, f"of tp rank {rank.tp}, cp rank {rank.cp}", rank_shards[rank][name].to(x.dtype), shard.value)
     ranks = list(mesh.ranks())
     moved = {
         name: sharding.reshard(layer, [sharding.shard(layer, name, x, rank, AT_REST) for rank in rank_shards], mesh)
@@ -251,15 +253,15 @@ def _loaded(layer: Layer, whole: Results, rank: Rank, loaded: Results) -> Iterat
     """Every parameter that a rank of another mesh has loaded is this rank's part of the whole, bit for bit."""
     for name, x in whole.items():
         want = sharding.shard(layer, name, x, rank, AT_REST).value
-        what = f"{name} loaded by tp rank {rank.tp}, cp rank {rank.cp} of {rank.mesh.tp}x{rank.mesh.cp}"
-        yield what, loaded[name].to(want.dtype), want
+        how = f"loaded by tp rank {rank.tp}, cp rank {rank.cp} of {rank.mesh.tp}x{rank.mesh.cp}"
+        yield Pair(name, how, loaded[name].to(want.dtype), want)
 
 
 def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = _call(example.case)
     once, twice = (bench.run(inputs, cotangents) for _ in range(2))
     for name, got in twice.items():
-        yield name, got, once[name]
+        yield Pair(name, "", got, once[name])
 
 
 def _earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -319,7 +321,7 @@ _AFTER = {
 
 def _judged(bench: PathBench, results: Results, bounds: dict[str, Bound], what: str) -> Iterator[Pair]:
     for name, value in results.items():
-        yield f"{name} {what}", value, _part_bound(bench, bounds, name)
+        yield Pair(name, what, value, _part_bound(bench, bounds, name))
 
 
 def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:

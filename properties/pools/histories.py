@@ -31,13 +31,13 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, None)
     if example.variant == "freed":
         got = bench.renew(earlier_call(bench, case).inputs(), inputs, None)
-        yield from judged(got, bounds, meant, " in memory that an earlier call's tensors had")
+        yield from judged(got, bounds, meant, "in memory that an earlier call's tensors had")
         return
     once = bench.run(inputs, None)
     if example.variant == "refused":
         required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
         bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
-        yield from judged(bench.run(inputs, None), bounds, meant, " after a call without a required tensor")
+        yield from judged(bench.run(inputs, None), bounds, meant, "after a call without a required tensor")
         return
     others = _other_requests(bench, case) if example.variant == "shapes" else [other_of(bench, case)]
     if not others:
@@ -45,12 +45,12 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     for between in others:
         there = between.inputs()
         if any(between.real):
-            yield from judged(bench.run(there, None), bench.bounds(there, None), meaningful(between), " after another call")
+            yield from judged(bench.run(there, None), bench.bounds(there, None), meaningful(between), "after another call")
     again = bench.run(inputs, None)
     if bench.domain.rule.deterministic and example.variant is None:
         yield from equal(again, once, meant, "of a call as an earlier one")
     else:
-        yield from judged(again, bounds, meant, " of a call as an earlier one")
+        yield from judged(again, bounds, meant, "of a call as an earlier one")
 
 
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -59,7 +59,7 @@ def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     limits = [bench.bounds(*call) for call in calls]
     rule = bench.domain.rule
     for number, results, what in at_once(bench, calls, rule, streams=example.variant == "streams"):
-        yield from judged(results, limits[number], meaningful(cases[number]), f" {what}")
+        yield from judged(results, limits[number], meaningful(cases[number]), f"{what}")
 
 
 def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:

@@ -63,13 +63,13 @@ def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
     memory = torch.cat([guard[:1], flat(inputs.pool, domain), guard[1:]])
     before = bits(memory).clone()
     got = bench.run(inputs.replaced(pool=shaped(memory[1:-1], inputs.pool, domain)), None)
-    yield "pool, bits of slots that nobody names", only(bits(got["pool"]), free), only(bits(inputs.pool), free)
+    yield Pair("pool", ", bits of slots that nobody names", only(bits(got["pool"]), free), only(bits(inputs.pool), free))
     idle = torch.zeros(case.slots, dtype=torch.bool)
     requests = zip(case.slot_of, case.real, case.beginning, case.lengths, strict=True)
     idle[[slot for slot, real, begins, length in requests if real and not begins and not length]] = True
-    yield "pool, bits of requests without tokens", only(bits(got["pool"]), idle), only(bits(inputs.pool), idle)
+    yield Pair("pool", ", bits of requests without tokens", only(bits(got["pool"]), idle), only(bits(inputs.pool), idle))
     for name, where in (("before", slice(1)), ("behind", slice(-1, None))):
-        yield f"memory {name} the pool", bits(memory)[where], before[where]
+        yield Pair("memory", f"{name} the pool", bits(memory)[where], before[where])
 
 
 def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -81,8 +81,8 @@ def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
     changed = inputs.replaced(**{name: torch.where(spread(nobody, inputs[name], 0), carried[name], inputs[name]) for name in names})
     once, twice = bench.run(inputs, None), bench.run(changed, None)
     real = rows_of(case, torch.tensor(case.real))
-    yield "o with other padding", only(twice["o"], real), only(once["o"], real)
-    yield "pool, bits with other padding", bits(twice["pool"]), bits(once["pool"])
+    yield Pair("o", "with other padding", only(twice["o"], real), only(once["o"], real))
+    yield Pair("pool", ", bits with other padding", bits(twice["pool"]), bits(once["pool"]))
 
 
 def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -112,7 +112,7 @@ def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
     going_on = clean.replaced(has_initial_state=torch.ones_like(inputs.has_initial_state))
     bounds = bench.bounds(clean, None)
     yield from judged(once, bounds, meant)
-    yield from judged(bench.run(going_on, None), bounds, meant, " going on from zeros")
+    yield from judged(bench.run(going_on, None), bounds, meant, "going on from zeros")
 
 
 def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inputs, Tensor]:
@@ -150,7 +150,7 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
     if not visible({"pool": only(fewer, meant["pool"])}, {"pool": limited(after["pool"], meant["pool"])}):
         raise Blind("the state after one token less would not show")
     named, narrow = {"pool": meant["pool"]}, case.state_dtype != "fp32"
-    yield from judged(bench.run(first, None), after, named, f" after {at} tokens at once")
+    yield from judged(bench.run(first, None), after, named, f"after {at} tokens at once")
     whole = bench.bounds(inputs, None)
     o, step = torch.zeros_like(inputs.v), {"pool": inputs.pool}
     for start, stop in [*((token, token + 1) for token in range(at)), (at, max(case.lengths))]:
@@ -164,13 +164,13 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
                 what = f" of tokens {start} to {stop - 1} in a call of their own"
                 yield from judged(step, bench.bounds(part, None), {"o": rows, **named}, what)
         if stop == at and not narrow:
-            yield from judged(step, after, named, f" after {at} tokens one at a time")
+            yield from judged(step, after, named, f"after {at} tokens one at a time")
     if not narrow:
-        yield from judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
+        yield from judged({"o": o, "pool": step["pool"]}, whole, meant, f"going on after {at} tokens")
     if bench.domain.accepts:
         accepted = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
         draft = inputs.replaced(accepted=accepted)
-        yield from judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
+        yield from judged(bench.run(draft, None), bench.bounds(draft, None), meant, f"of a draft of which {at} tokens are kept")
 
 
 def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -189,7 +189,7 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from equal(back, bench.run(inputs, None), meant, "in other slots")
     else:
         meant["pool"] = torch.zeros_like(meant["pool"]).index_copy(0, goes, meant["pool"])
-        yield from judged(got, bench.bounds(there, None), meant, " in other slots")
+        yield from judged(got, bench.bounds(there, None), meant, "in other slots")
 
 
 def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -225,7 +225,7 @@ def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
         if inputs[name].is_floating_point()
     }
     later = inputs.replaced(**stale)
-    yield from judged(bench.replay(first, later), bench.bounds(later, None), meant, " after its tensors were filled again")
+    yield from judged(bench.replay(first, later), bench.bounds(later, None), meant, "after its tensors were filled again")
 
 
 def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -248,8 +248,8 @@ def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, meant = example.case.inputs(), meaningful(example.case)
     halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
     for size in sorted(bench.domain.blocks, reverse=True):
-        yield from judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
-    yield from judged(bench.run(inputs, None), halves, meant, " in blocks of its own choice")
+        yield from judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f"in blocks of {size}")
+    yield from judged(bench.run(inputs, None), halves, meant, "in blocks of its own choice")
 
 
 def _half(bound: Bound) -> Bound:
@@ -282,8 +282,8 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
         pool=shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
     )
     bounds = bench.bounds(there, None)
-    yield from judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
-    yield "memory between slots", bits(others), between
+    yield from judged(bench.run(there, None), bounds, meant, f"from {example.variant} inputs")
+    yield Pair("memory", "between slots", bits(others), between)
 
 
 def _far(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -306,7 +306,7 @@ def _far(bench: Bench, example: Example) -> Iterator[Pair]:
             raise Blind(f"{how} inputs are not among {', '.join(domain.views)}")
     there = inputs.replaced(**views)
     bounds = bench.bounds(there, None)
-    yield from judged(bench.run(there, None), bounds, meant, f" from {how.replace('_', ' ')}")
+    yield from judged(bench.run(there, None), bounds, meant, f"from {how.replace('_', ' ')}")
 
 
 def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
@@ -335,7 +335,7 @@ def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
     copies = {name: bytes_of(x).clone() for name, x in memory.items()}
     bench.run(inputs.replaced(**views), None)  # the bench restores a pool that may change
     for name, x in memory.items():
-        yield f"bytes of input {name}", bytes_of(x), copies[name]
+        yield Pair("bytes", f"of input {name}", bytes_of(x), copies[name])
 
 
 def _promises(name: str) -> Callable[[PoolDomain], str | None]:

@@ -54,13 +54,13 @@ def limited(bound: Bound, mask: Tensor) -> Bound:
 def judged(got: Results, bounds: dict[str, Bound], meant: dict[str, Tensor], what: str = "") -> Iterator[Pair]:
     """Compare the rows that mean something with their bounds."""
     for name, mask in meant.items():
-        yield f"{name}{what}", only(got[name], mask), limited(bounds[name], mask)
+        yield Pair(name, what, only(got[name], mask), limited(bounds[name], mask))
 
 
 def equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> Iterator[Pair]:
     """Compare the rows that mean something bit for bit."""
     for name, mask in meant.items():
-        yield f"{name} {what}", only(got[name], mask), only(want[name], mask)
+        yield Pair(name, what, only(got[name], mask), only(want[name], mask))
 
 
 def shaped(memory: Tensor, pool: Tensor, domain: PoolDomain) -> Tensor:

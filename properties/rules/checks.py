@@ -45,11 +45,9 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
         bounds = bench.bounds(inputs, cotangents)
         with torch.no_grad():
             outputs = bench.run(inputs, None)
-        for name, output in outputs.items():
-            yield f"{name} under no_grad", output, bounds[name]
+        yield from pairs_of(outputs, bounds, "under no_grad")
         for frozen in _halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
-            for name, value in bench.run(inputs, cotangents, frozen=frozen).items():
-                yield f"{name} with {', '.join(frozen)} frozen", value, bounds[name]
+            yield from pairs_of(bench.run(inputs, cotangents, frozen=frozen), bounds, f"with {', '.join(frozen)} frozen")
         return
     if example.variant == "options":
         yield from without_options(bench, example)
@@ -73,13 +71,9 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     if (dtype := final_dtype(case, neutral)) != final_dtype(case, inputs):  # a final state has the initial one's dtype
         cotangents = cotangents and {**cotangents, "final_state": cotangents["final_state"].to(dtype)}
         bounds = bench.bounds(neutral, cotangents)
-    for name, got in bench.run(neutral, cotangents).items():
-        if name in bounds:
-            yield (
-                f"{name} with {example.variant} {'not asked for' if example.variant == 'final_state' else 'given'}",
-                got,
-                bounds[name],
-            )
+    detail = f"with {example.variant} {'not asked for' if example.variant == 'final_state' else 'given'}"
+    got = bench.run(neutral, cotangents)
+    yield from pairs_of({name: value for name, value in got.items() if name in bounds}, bounds, detail)
 
 
 def norm(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -99,8 +93,7 @@ def norm(bench: Bench, example: Example) -> Iterator[Pair]:
         for name, leaf in leaves.items():
             if cotangents is not None:
                 (got[f"d{name}"],) = torch.autograd.grad(normed[name], leaf, got[f"d{name}"])
-        for name, value in got.items():
-            yield f"{name}, normalised {when} head repetition", value, bounds[name]
+        yield from pairs_of(got, bounds, f", normalised {when} head repetition")
 
 
 def gates(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -135,7 +128,7 @@ def gates(bench: Bench, example: Example) -> Iterator[Pair]:
     explicit = bench.bounds(arguments, cotangents)
     for name, value in got.items():
         limit = bounds[name].beside(explicit[name]) if name in explicit else bounds[name].beside(bounds[name])
-        yield f"{name} with explicit gates", value, limit
+        yield Pair(name, "with explicit gates", value, limit)
 
 
 def _normalised(x: Tensor, inputs: Inputs) -> Tensor:
@@ -153,7 +146,7 @@ def recall(bench: Bench, example: Example) -> Iterator[Pair]:
     truth = bench.truth(inputs, None)
     for name, got in bench.run(inputs, None).items():
         one = name == "final_state" and example.case.packed and one_final_state(bench.domain)
-        yield name, got[-1:] if one else got, truth[name][-1:] if one else truth[name]
+        yield Pair(name, "", got[-1:] if one else got, truth[name][-1:] if one else truth[name])
 
 
 def heads(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -186,7 +179,7 @@ def heads(bench: Bench, example: Example) -> Iterator[Pair]:
         mine = changed_heads(name)
         if mine is not None and (case.heads > 1 or mine[1] is touched):
             index: tuple[Any, ...] = (*[slice(None)] * mine[0], ~mine[1])
-            yield f"{name} of the other heads", got[index], once[name][index]
+            yield Pair(name, "of the other heads", got[index], once[name][index])
 
 
 def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -203,10 +196,9 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     if bench.domain.position_independent:
         once = bench.run(inputs, cotangents)
         for name, value in got.items():
-            yield f"{name} permuted", value, moved(name, once[name])
+            yield Pair(name, "permuted", value, moved(name, once[name]))
     else:
-        for name, value, bound in pairs_of(got, bench.bounds(there, turned)):
-            yield f"{name} permuted", value, bound
+        yield from pairs_of(got, bench.bounds(there, turned), "permuted")
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -221,7 +213,7 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
         runs, limits = [bench.run(part, None) for part in parts], [bench.bounds(part, None) for part in parts]
         for name in runs[0]:
             got = runs[0][name].double() + runs[1][name].double()
-            yield f"{name}, summed over even and odd tokens' values", got, limits[0][name].plus(limits[1][name])
+            yield Pair(name, ", summed over even and odd tokens' values", got, limits[0][name].plus(limits[1][name]))
         return
     once = bench.run(inputs, cotangents)
     if example.variant == "values":
@@ -229,16 +221,16 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
         twice = bench.run(inputs.replaced(v=-2 * inputs.v, state=state), cotangents)
         for name, got in twice.items():
             factor = 1 if name in ("dv", "dh0") else -2
-            yield f"{name} with v and state times -2", _normal(got), _normal(factor * once[name])
+            yield Pair(name, "with v and state times -2", _normal(got), _normal(factor * once[name]))
     else:
         assert cotangents is not None
         factor = 0 if example.variant == "zero_cotangents" else -2
         twice = bench.run(inputs, {name: factor * x for name, x in cotangents.items()})
         for name, got in twice.items():
-            if name.startswith("d"):
+            if example.case.spec.port(name).gradient:
                 due = factor * once[name]
-                pair = (_normal(got), _normal(due)) if factor else (got, due)
-                yield f"{name} with cotangents times {factor}", *pair
+                compared = (_normal(got), _normal(due)) if factor else (got, due)
+                yield Pair(name, f"with cotangents times {factor}", *compared)
 
 
 UNDERFLOW = 2.0**-100  # the subnormal step of float32, 2^-149, is 2^-49 of this

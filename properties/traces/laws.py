@@ -57,7 +57,7 @@ def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
 def _same(where: str, got: Slot, want: Slot) -> Iterator[Pair]:
     """Compare two slots bit for bit."""
     for name, one, two in zip(("state", "window"), got.bits(), want.bits(), strict=True):
-        yield f"{name} {where}", one, two
+        yield Pair(name, where, one, two)
 
 
 def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -68,24 +68,25 @@ def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
     yield from judged(bench, example.case, play(bench, example.case))
 
 
-def _results(moments: Iterator[Moment]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a run keeps: the outputs of accepted tokens, and every owner's state and window, by name, as bits."""
+def _results(moments: Iterator[Moment]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield what a run keeps: the outputs of accepted tokens, and every owner's state and window, by port and detail, as bits."""
     for moment in moments:
         step = moment.step
         for place, row in enumerate(step.rows):
             if row.real and row.count:
-                yield f"o of {row.request} in event {step.event}", bits(moment.rows[place][: row.accepted])
+                yield "o", f"of {row.request} in event {step.event}", bits(moment.rows[place][: row.accepted])
         for owner, slot in sorted(moment.after.items()):
             state, window = slot.bits()
-            yield f"state of {owner} after event {step.event}", state
-            yield f"window of {owner} after event {step.event}", window
+            yield "state", f"of {owner} after event {step.event}", state
+            yield "window", f"of {owner} after event {step.event}", window
 
 
-def _compared(once: Iterator[tuple[str, Tensor]], twice: Iterator[tuple[str, Tensor]], how: str) -> Iterator[Pair]:
+def _compared(once: Iterator[tuple[str, str, Tensor]], twice: Iterator[tuple[str, str, Tensor]], how: str) -> Iterator[Pair]:
     """Compare what two runs keep, in the order of events, up to the first event in which they differ."""
-    for (name, want), (other, got) in zip(once, twice, strict=True):
+    for (*name, want), (*other, got) in zip(once, twice, strict=True):
         assert name == other, (name, other)
-        yield f"{name} {how}", got, want
+        port, detail = name
+        yield Pair(port, f"{detail} {how}", got, want)
         if not torch.equal(got, want):
             return
 
@@ -116,11 +117,11 @@ def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
     for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
         engine.free(owner)
     if left := sorted(engine.slots()):
-        raise Breach(f"a slot is still owned after every request was freed: {', '.join(left)}, {case.trace}")
+        raise Breach("a slot is still owned after every request was freed", f"{', '.join(left)}, {case.trace}")
     for number in range(case.slots):
         engine.admit([chr(ord("a") + number)])
     slots = {*engine.slots().values()} & {*range(len(engine.states))} - {*engine.unowned, *engine.scratch()}
-    yield "owners of all slots", torch.tensor(len(slots)), torch.tensor(case.slots)
+    yield Pair("owners", "of all slots", torch.tensor(len(slots)), torch.tensor(case.slots))
 
 
 def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
@@ -128,16 +129,16 @@ def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
     owners, where = dict[int, str](), f"after {moment.where} of {case.trace}"
     for owner, slot in moment.slots.items():
         if slot in engine.unowned:
-            raise Breach(f"a slot that belongs to nobody is handed out: {named(owner)} has slot {slot} {where}")
+            raise Breach("a slot that belongs to nobody is handed out", f"{named(owner)} has slot {slot} {where}")
         if not 0 <= slot < len(engine.states):
-            raise Breach(f"a slot is outside the pool: {named(owner)} has slot {slot} of {len(engine.states)} {where}")
+            raise Breach("a slot is outside the pool", f"{named(owner)} has slot {slot} of {len(engine.states)} {where}")
         if slot in owners:
-            raise Breach(f"a slot has two owners: {named(owners[slot])} and {named(owner)} have slot {slot} {where}")
+            raise Breach("a slot has two owners", f"{named(owners[slot])} and {named(owner)} have slot {slot} {where}")
         owners[slot] = owner
     shared = {*engine.scratch()} & {*owners, *engine.unowned}
     if shared or len({*engine.scratch()}) < len(engine.scratch()):
         slots = ", ".join(map(str, sorted(engine.scratch())))
-        raise Breach(f"a slot beside a request's own has another owner: the slots beside requests' own are {slots} {where}")
+        raise Breach("a slot beside a request's own has another owner", f"the slots beside requests' own are {slots} {where}")
 
 
 def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:

@@ -195,7 +195,7 @@ def check_owners(owners: Collection[str], step: Step, case: TraceCase) -> None:
     want, got = owners_after(case, step), {*owners}
     for owner in sorted(want ^ got):
         what = "has no slot" if owner in want else "still has a slot"
-        raise Breach(f"an owner {what}: {named(owner)} after event {step.event} ({step.text}) of {case.trace}")
+        raise Breach(f"an owner {what}", f"{named(owner)} after event {step.event} ({step.text}) of {case.trace}")
 
 
 def owners_after(case: TraceCase, last: Step) -> set[str]:

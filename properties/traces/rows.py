@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,18 @@ def _check_finite(case: TraceCase, moment: Moment) -> None:
     for owner, slot in sorted(moment.after.items()):
         for what, x in (("state", slot.state), ("window", slot.window)):
             if not x.isfinite().all():
-                number = float(x[~x.isfinite()][0])
-                raise Breach(f"a {what} is not finite: {named(owner)}'s {what} after {moment.where} of {case.trace} holds {number}")
+                holds = f"holds {float(x[~x.isfinite()][0])}"
+                raise Breach(f"a {what} is not finite", f"{named(owner)}'s {what} after {moment.where} of {case.trace} {holds}")
+
+
+class Compared(NamedTuple):
+    """A result of a row. `saved` says that it is a snapshot of a prefill, which may be kept in the dtype of the inputs."""
+
+    port: str
+    detail: str
+    output: str  # of the oracle
+    got: Tensor
+    saved: bool = False
 
 
 class Rows:
@@ -45,7 +56,7 @@ class Rows:
     def __init__(self, case: TraceCase) -> None:
         self.case = case
         self.parts: list[dict[str, Tensor]] = []
-        self.comparisons: list[list[tuple[str, str, Tensor, bool]]] = []
+        self.comparisons: list[list[Compared]] = []
         self.windows: list[Pair] = []
 
     def of(self, *others: "Rows") -> "Rows":
@@ -67,13 +78,14 @@ class Rows:
         owners += [(f"{name}@", f"snapshot of {name}", row.snapshot)] if row.snapshot is not None else []
         for owner, whose, end in owners:
             want = line[:, end : end + self.case.width - 1]
-            self.windows.append((f"window of {whose} after event {event}", moment.after[owner].window, want))
-        ends = {row.count: [(f"o of {name} in event {event}", "o", moment.rows[place], False)]}
-        state = f"state of {name} after event {event}"
-        ends.setdefault(row.accepted, []).append((state, "final_state", moment.after[name].state, False))
+            self.windows.append(Pair("window", f"of {whose} after event {event}", moment.after[owner].window, want))
+        ends = {row.count: [Compared("o", f"of {name} in event {event}", "o", moment.rows[place])]}
+        state = Compared("state", f"of {name} after event {event}", "final_state", moment.after[name].state)
+        ends.setdefault(row.accepted, []).append(state)
         if row.snapshot is not None:
-            what = f"snapshot of {name} in event {event}"
-            ends.setdefault(row.snapshot, []).append((what, "final_state", moment.after[f"{name}@"].state, moment.step.kind == "p"))
+            saved, prefill = moment.after[f"{name}@"].state, moment.step.kind == "p"
+            snapshot = Compared("snapshot", f"of {name} in event {event}", "final_state", saved, prefill)
+            ends.setdefault(row.snapshot, []).append(snapshot)
         for end, comparisons in ends.items():
             part = {key: x[:end] for key, x in tokens.items()}
             self.parts.append({**part, "state": before.state, "window": before.window})
@@ -97,13 +109,13 @@ class Rows:
         )
         bounds = bench.bounds(inputs, kind)
         for number, comparisons in enumerate(self.comparisons):
-            for name, output, got, saved in comparisons:
+            for port, detail, output, got, saved in comparisons:
                 if output == "o":
-                    yield name, got, bounds["o"].at(0, slice(int(offsets[number]), int(offsets[number + 1])))
+                    yield Pair(port, detail, got, bounds["o"].at(0, slice(int(offsets[number]), int(offsets[number + 1]))))
                 else:
                     rounded = [DTYPES[case.state]]
                     rounded += [DTYPES[case.dtype]] if saved and bench.domain.snapshot_dtype == "input" else []
-                    yield name, got, _stored(bounds["final_state"].at(number), rounded)
+                    yield Pair(port, detail, got, _stored(bounds["final_state"].at(number), rounded))
 
 
 def _stored(bound: Bound, dtypes: list[torch.dtype]) -> Bound:

@@ -74,10 +74,10 @@ def _tagged_slot(case: TraceCase, moment: Moment, owner: str, ledger: Ledger, sl
         head, row = wrong[0]
         holds, must = (case.untag(x[head, row, :TAG_CHANNELS].tolist()) for x in (got, state))
         raise Breach(
-            f"a state holds a wrong tag: {whose} state after {moment.where} of {case.trace} holds in row {row} of head {head} "
-            f"{holds}, must hold {must}"
+            "a state holds a wrong tag",
+            f"{whose} state after {moment.where} of {case.trace} holds in row {row} of head {head} {holds}, must hold {must}",
         )
-    yield f"state of {owner} after event {moment.step.event}", got, state
+    yield Pair("state", f"of {owner} after event {moment.step.event}", got, state)
     blank = torch.zeros(case.channels)
     window = torch.stack([*[blank] * (case.width - 1 - len(ledger.columns)), *ledger.columns], -1)
     columns = slot.window.float()
@@ -85,11 +85,12 @@ def _tagged_slot(case: TraceCase, moment: Moment, owner: str, ledger: Ledger, sl
         column = wrong[0][0]
         at = 2 * case.heads * case.key_dim
         raise Breach(
-            f"a window holds a wrong tag: {whose} window after {moment.where} of {case.trace} holds in column {column} "
+            "a window holds a wrong tag",
+            f"{whose} window after {moment.where} of {case.trace} holds in column {column} "
             f"{case.untag(columns[at : at + TAG_CHANNELS, column].tolist())}, "
-            f"must hold {case.untag(window[at : at + TAG_CHANNELS, column].tolist())}"
+            f"must hold {case.untag(window[at : at + TAG_CHANNELS, column].tolist())}",
         )
-    yield f"window of {owner} after event {moment.step.event}", columns, window
+    yield Pair("window", f"of {owner} after event {moment.step.event}", columns, window)
 
 
 def _tagged_output(case: TraceCase, moment: Moment, place: int, row: Row) -> Pair:
@@ -106,8 +107,9 @@ def _tagged_output(case: TraceCase, moment: Moment, place: int, row: Row) -> Pai
     if (wrong := (got != want).any(-1).nonzero().tolist()) != []:
         (token, head), scale = wrong[0], case.key_dim**0.5
         raise Breach(
-            f"an output reads a wrong tag: request {row.request}'s token {token} of {moment.where} of {case.trace} reads "
+            "an output reads a wrong tag",
+            f"request {row.request}'s token {token} of {moment.where} of {case.trace} reads "
             f"{case.untag((got[token, head, :TAG_CHANNELS] * scale).tolist())}, "
-            f"must read {case.untag((want[token, head, :TAG_CHANNELS] * scale).tolist())}"
+            f"must read {case.untag((want[token, head, :TAG_CHANNELS] * scale).tolist())}",
         )
-    return f"o of {row.request} in event {moment.step.event}", got, want
+    return Pair("o", f"of {row.request} in event {moment.step.event}", got, want)

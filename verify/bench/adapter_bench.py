@@ -24,7 +24,7 @@ from properties.rules.case import Case
 from verify.adapters.base import Adapter
 from verify.bench.addresses import Place
 from verify.bench.faults import AdapterFault, blamed, no_memory
-from verify.bench.guards import Copies, Guards, poisoned
+from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
 from verify.gpu import device as devices
 from verify.interpreter import races
@@ -204,9 +204,9 @@ class AdapterBench(Timed):
                 for name in updated:
                     tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
                 for name in copies.changed():
-                    self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+                    self.impure.append(changed(f"input {name}", "input"))
                 for name in guards.written():
-                    self.impure.append(Finding(f"memory around {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+                    self.impure.append(changed(f"memory around {name}", "memory"))
         return results
 
     def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:

@@ -16,9 +16,9 @@ from verify.process.stacks import in_kernel, unmarked
 class AdapterFault(Exception):
     """The implementation raised, or broke the contract of its outputs. `finding` says what happened."""
 
-    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
+    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "", port: str = "") -> None:
         super().__init__(what)
-        self.finding = Finding(output, kind, what, worst, detail=detail)
+        self.finding = Finding(output, kind, what, worst, detail=detail, port=port)
 
 
 class OutOfMemory(Exception):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verify.gpu import device as devices
 from verify.interpreter import memory
+from verify.process.outcome import FailureKind, Finding
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -145,6 +146,11 @@ class Guards:
             if not _any_changed(*copies):
                 return []
         return list(dict.fromkeys(name for copy in copies for name, _ in copy.changed()))
+
+
+def changed(output: str, port: str = "") -> Finding:
+    """The finding that a call changed what it must not change."""
+    return Finding(output, FailureKind.INPUT_CHANGED, "was changed by the call", port=port)
 
 
 def _any_changed(*copies: Copies[Any]) -> bool:

@@ -15,17 +15,17 @@ from oracles import sharding
 from oracles.operation import DTYPES, Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from oracles.tolerance.bound import Bound
-from properties.laws.law import Breach, Cotangents, Results
+from properties.laws.law import Breach, Cotangents, Pair, Results
 from properties.paths.case import CHOICES, ParallelCase
 from properties.paths.illegal import CHANGES, JUDGED, IllegalLayout
 from verify.adapters.base import PathAdapter
 from verify.bench import addresses, oracle_process
 from verify.bench.adapter_bench import Timed
 from verify.bench.faults import AdapterFault, blamed
-from verify.bench.guards import Copies, Guards
+from verify.bench.guards import Copies, Guards, changed
 from verify.bench.places import indices
 from verify.gpu import device as devices
-from verify.process.outcome import FailureKind, Finding, port_of
+from verify.process.outcome import FailureKind, Finding
 from verify.process.stacks import Mark, marked
 from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place
 from verify.reach import recorder
@@ -172,11 +172,9 @@ class RankBench(Timed):
             y, gradients = self.call_implementation(forward_and_backward)
         results = {output: y}
         for name in copies.changed():
-            self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
+            self.impure.append(changed(name))
         for name in call.guards[0].written(call.guards[1]):
-            self.impure.append(
-                Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
-            )
+            self.impure.append(changed(f"memory around {name or f'd{output}'}", "memory"))
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
             results[gradient_name(name)] = whole if self.domain.steps else self._added(name, whole, place, call.case)
@@ -369,11 +367,11 @@ class RankBench(Timed):
         loaded = self.call_implementation(lambda: self.adapter.resharded(shards, layer, self.place, mesh))
         return {rank: {name: x.cpu() for name, x in parameters.items()} for rank, parameters in loaded.items()}
 
-    def where(self, name: str, flat: int, shape: torch.Size) -> str:
+    def where(self, pair: Pair, flat: int, shape: torch.Size) -> str:
         """The place of a row in words, with the token counted in its whole sequence."""
-        port = port_of(name)
         index, case = indices(flat, shape), self.case
-        part = self.part(port) if name == port and port in (*map(gradient_name, self._names()), *self._names()) else None
+        known = not pair.detail and pair.port in (*map(gradient_name, self._names()), *self._names())
+        part = self.part(pair.port) if known else None
         if part is None:
             return "index " + ", ".join(map(str, index))
         axis, rows = part

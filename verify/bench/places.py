@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verify.process.outcome import port_of
+from properties.laws.law import Pair
 
 
 def indices(flat: int, shape: torch.Size) -> list[int]:
@@ -19,12 +19,11 @@ def indices(flat: int, shape: torch.Size) -> list[int]:
 WORDS = {"N": "sequence", "H": "head", "HV": "head", "K": "key row", "D": "channel", "V": "channel", "C": "channel", "P": "slot"}
 
 
-def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
+def where(case: Any, pair: Pair, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: sequence, token, head. If `shape` is not that of the whole case, plain indices."""
     index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
     ports = (*case.spec.outputs, *case.spec.gradients())
-    port_name = port_of(name)
-    axes: list[str] = next((port.axes.split() for port in ports if port.name == port_name), [])[: len(index)]
+    axes: list[str] = next((port.axes.split() for port in ports if port.name == pair.port), [])[: len(index)]
     if not axes or len(axes) < len(index):
         return plain
     words = [f"{WORDS[axis]} {at}" for axis, at in zip(axes, index, strict=True) if axis in WORDS]

@@ -13,6 +13,7 @@ from oracles.operation import Inputs
 from oracles.serving import SERVING
 from oracles.tolerance import bound
 from oracles.tolerance.bound import Bound
+from properties.laws.law import Pair
 from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.play import Slot
@@ -23,7 +24,7 @@ from verify.bench.guards import Guards, poisoned
 from verify.bench.places import indices
 from verify.gpu import device as devices
 from verify.interpreter import races
-from verify.process.outcome import FailureKind, Finding, port_of
+from verify.process.outcome import FailureKind, Finding
 from verify.process.stacks import Mark, marked
 from verify.reach import recorder
 
@@ -96,7 +97,7 @@ class TraceBench(Timed):
         except Exception as error:
             raised, self.lost = blamed(error, self.device)
             if isinstance(raised, AdapterFault):
-                finding = dataclasses.replace(raised.finding, output=name)
+                finding = dataclasses.replace(raised.finding, output=name, port=name)
                 raised.finding = finding
             raise raised from error
         return answer
@@ -170,7 +171,8 @@ class Guarded:
             state, window = self.engine.contents(owner)
             for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
                 if tuple(x.shape) != shape:
-                    raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
+                    what = f"has shape {tuple(x.shape)}, must have {shape}"
+                    raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, what, port=name)
                 found.append(x.detach().clone())  # at once: an engine may return the same tensors for every owner
         found += [pool[slot].detach() for slot in slots for pool in (self.states, self.windows)]
         copied = iter(on_cpu(found))
@@ -226,14 +228,19 @@ class Guarded:
         with guards.known(), self.guards.known():
             o = self.bench.call(name, getattr(self.engine, name), batch)
         for key in guards.written(self.guards):
-            raise AdapterFault(f"memory around {key} of {name}", FailureKind.INPUT_CHANGED, "was changed by the call")
+            raise AdapterFault(
+                f"memory around {key} of {name}", FailureKind.INPUT_CHANGED, "was changed by the call", port="memory"
+            )
         shape = (sum(batch.lengths), self.sizes.value_heads, self.sizes.value_dim)
         if not isinstance(o, Tensor):
-            raise AdapterFault(f"o of {name}", FailureKind.TYPE, f"is {type(o).__name__}, must be a tensor", detail="output")
+            what = f"is {type(o).__name__}, must be a tensor"
+            raise AdapterFault(f"o of {name}", FailureKind.TYPE, what, detail="output", port="o")
         if tuple(o.shape) != shape:
-            raise AdapterFault(f"o of {name}", FailureKind.SHAPE, f"has shape {tuple(o.shape)}, must have {shape}")
+            what = f"has shape {tuple(o.shape)}, must have {shape}"
+            raise AdapterFault(f"o of {name}", FailureKind.SHAPE, what, port="o")
         if o.dtype != self.sizes.dtype:
-            raise AdapterFault(f"o of {name}", FailureKind.DTYPE, f"has dtype {o.dtype}, must have {self.sizes.dtype}")
+            what = f"has dtype {o.dtype}, must have {self.sizes.dtype}"
+            raise AdapterFault(f"o of {name}", FailureKind.DTYPE, what, port="o")
         return o.detach().to("cpu", copy=True)
 
 
@@ -252,7 +259,7 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [copies[place] for place in range(len(tensors))]
 
 
-def place_of(name: str, flat: int, shape: torch.Size) -> str:
+def place_of(pair: Pair, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: token and head of an output, head and key row of a state."""
-    words = zip(AXES.get(port_of(name), ()), indices(flat, shape), strict=False)
+    words = zip(AXES.get(pair.port, ()), indices(flat, shape), strict=False)
     return ", ".join(f"{word} {index}" for word, index in words) or f"index {', '.join(map(str, indices(flat, shape)))}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from oracles.operation import Inputs, Operation, gradient_name
 from oracles.tolerance.bound import Bound, bounds
+from properties.laws.law import pairs_of
 from verify.bench.guards import poisoned
 from verify.bench.places import where
 from verify.claims.timing import Call, Clock, Effort, measured
@@ -145,8 +146,7 @@ def agreement(contest: Contest, device: torch.device) -> Agreement:
     for name, form in contest.forms.items():
         with poisoned(math.nan):
             answers[name] = _evaluated(contest, form, x)
-        pairs = [(key, value, limits[key]) for key, value in answers[name].items()]
-        judgement = judge(pairs, lambda key, flat, shape: where(case, key, flat, shape))
+        judgement = judge(pairs_of(answers[name], limits), functools.partial(where, case))
         if not judgement.rows:
             raise ValueError(f"judged must be a case with rows to compare, got {case}")
         worst[name], findings[name] = max(judgement.ratios.values()), judgement.findings

@@ -27,7 +27,7 @@ from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import policies
-from verify.process.outcome import FailureKind, Outcome, Verdict, port_of
+from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
@@ -407,7 +407,7 @@ class LawCheck:
         again = best.kind is FailureKind.OFF and report.repeats == YES
         if again and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
             ordinary = best if example == small.example else self._ask(dataclasses.replace(run, example=example))
-            report.ordinary = sorted({port_of(finding.output) for finding in ordinary.findings})
+            report.ordinary = sorted({finding.port for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]

@@ -3,7 +3,7 @@
 import re
 
 from verify.execution.line import Run
-from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance,
 ENOUGH = 8.0  # or at least this ratio: nothing like it comes from rounding, and smaller cases err by less
@@ -31,8 +31,8 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run, *, every: 
     return (
         bool(same)
         and max(finding.ratio for finding in same) >= min(SHARE * largest, ENOUGH)
-        and all(way(finding) in ways.get(port_of(finding.output), ()) for finding in outcome.findings)
-        and not (every and {*ways} & ({*outcome.ratios} - {port_of(finding.output) for finding in outcome.findings}))
+        and all(way(finding) in ways.get(finding.port, ()) for finding in outcome.findings)
+        and not (every and {*ways} & ({*outcome.ratios} - {finding.port for finding in outcome.findings}))
     )
 
 
@@ -56,14 +56,14 @@ def way(finding: Finding) -> str:
 
 
 def _place(finding: Finding) -> tuple[str, str]:
-    return port_of(finding.output), way(finding)
+    return finding.port, way(finding)
 
 
 def _ways(outcome: Outcome) -> dict[str, set[str]]:
     """For each output that failed, how it failed."""
     ways: dict[str, set[str]] = {}
     for finding in outcome.findings:
-        ways.setdefault(port_of(finding.output), set()).add(way(finding))
+        ways.setdefault(finding.port, set()).add(way(finding))
     return ways
 
 

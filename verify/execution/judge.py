@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from oracles.tolerance.bound import Bound
-from verify.process.outcome import FailureKind, Finding, port_of
+from properties.laws.law import Pair
+from verify.process.outcome import FailureKind, Finding
 
-Where = Callable[[str, int, torch.Size], str]
+Where = Callable[[Pair, int, torch.Size], str]
 
 
 @dataclasses.dataclass
@@ -35,11 +36,10 @@ LARGE = 2**20  # numbers of a tensor of which copies on a GPU are dear
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
-def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
-    """Judge a law's comparisons: triples of a name, the tensor that was returned, and a tensor or `Bound` that was expected.
+def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
+    """Judge a law's comparisons.
 
-    `where` turns a name, a flat index of its rows and their shape into words. A tensor is compared bit for bit, a `Bound` row by
-    row.
+    `where` turns a comparison, a flat index of its rows and their shape into words.
 
     `excused` maps outputs that a known defect explains to multiples of their tolerance. If an output's largest error is at most
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
@@ -48,30 +48,31 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
 
     Raises ArithmeticError if the truth or a tolerance is not finite.
     """
-    comparisons = [(name, got, want, _quick_look(got, want)) for name, got, want in pairs]
-    glances = iter(_read([glance for *_, glance in comparisons if glance is not None]))
+    comparisons = [(pair, _quick_look(pair.got, pair.want)) for pair in pairs]
+    glances = iter(_read([glance for _, glance in comparisons if glance is not None]))
     result = Judgement()
-    for name, got, want, glance in comparisons:
+    for pair, glance in comparisons:
+        port, _, got, want = pair
         worst, whole = (0.0, 0.0) if glance is None else next(glances)
         value = want.value if isinstance(want, Bound) else want
         finding, rows, ratio = None, 0, None
         if not _whole(got) or (glance is not None and _changed(got, want, worst)):
-            finding = Finding(name, FailureKind.INPUT_CHANGED, CHANGED)
+            finding = Finding(pair.name, FailureKind.INPUT_CHANGED, CHANGED, port=port)
         elif got.shape != value.shape:
             what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
-            finding = Finding(name, FailureKind.SHAPE, what)
+            finding = Finding(pair.name, FailureKind.SHAPE, what, port=port)
         elif isinstance(want, Bound):
             if glance is not None and worst <= want.sure and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                finding, rows, ratio = _row_by_row(name, got, want, where, excused.get(port_of(name), 0.0))
+                finding, rows, ratio = _row_by_row(pair, want, where, excused.get(port, 0.0))
         elif worst:
-            finding, rows, ratio = _bit_by_bit(name, got, want, where)
+            finding, rows, ratio = _bit_by_bit(pair, want, where)
         elif glance is not None:
             rows, ratio = got.numel(), 0.0
         result.rows += rows
         if ratio is not None:
-            result.ratios[port_of(name)] = max(ratio, result.ratios.get(port_of(name), 0.0))
+            result.ratios[port] = max(ratio, result.ratios.get(port, 0.0))
         if finding is not None:
             result.findings.append(finding)
     return result
@@ -146,18 +147,19 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
     return torch.where(meant, truth.sign() * truth.abs().clamp(min=INFINITE_FROM), got.double())
 
 
-def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
+def _row_by_row(pair: Pair, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
     While the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up
     to `spared` times the tolerance need no runs beyond those.
     """
-    wide, want = got.detach().double(), bound.value
-    error = _errors(got, bound)
+    wide, want = pair.got.detach().double(), bound.value
+    error = _errors(pair.got, bound)
     if error.numel() == 0:
         return None, 0, None
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
-        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our own failure, not one of the implementation
+        # our own failure, not one of the implementation
+        raise ArithmeticError(f"the truth of {pair.name}, or its bound, is not finite")
     ratio = _over(error, bound)
     while bound.finer is not None and bound.sure < 1 and float(ratio.max()) > bound.sure:
         bound = bound.finer(ratio > bound.sure)
@@ -169,11 +171,11 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     first = int(over.flatten().nonzero()[0])
     bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
-        name,
+        pair.name,
         FailureKind.NOT_FINITE if bad else FailureKind.OFF,
         "is not finite" if bad else OFF,
-        where(name, worst, error.shape),
-        where(name, first, error.shape),
+        where(pair, worst, error.shape),
+        where(pair, first, error.shape),
         error.numel(),
         int(over.sum()),
         float(error.flatten()[worst]),
@@ -181,6 +183,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
         bound.origin,
         _some(wide, worst, error.ndim),
         _some(want, worst, error.ndim),
+        port=pair.port,
     )
     return finding, error.numel(), float(ratio.flatten()[worst])
 
@@ -218,8 +221,9 @@ def _over(error: Tensor, bound: Bound) -> Tensor:
     return (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Finding, int, float]:
+def _bit_by_bit(pair: Pair, want: Tensor, where: Where) -> tuple[Finding, int, float]:
     """The finding about a tensor that differs in at least one number, the number of numbers, and infinity as the ratio."""
+    got = pair.got
     different = got != want  # NaN differs from everything, 0 equals -0
     flat = different.flatten().nonzero().squeeze(-1)
     first = int(flat[0])
@@ -228,11 +232,11 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     worst = int(error.argmax())
     nan = bool(wide_got[worst].isnan())
     finding = Finding(
-        name,
+        pair.name,
         FailureKind.NOT_A_NUMBER if nan else FailureKind.DIFFERS,
         "is NaN, but must be equal to the bit" if nan else DIFFERS,
-        where(name, worst, got.shape),
-        where(name, first, got.shape),
+        where(pair, worst, got.shape),
+        where(pair, first, got.shape),
         got.numel(),
         len(flat),
         float(error[worst]),
@@ -240,6 +244,7 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
         "equal to the bit",
         tuple(wide_got[worst : worst + 4].tolist()),
         tuple(wide_want[worst : worst + 4].tolist()),
+        port=pair.port,
     )
     return finding, got.numel(), math.inf
 

@@ -110,7 +110,7 @@ def judged(
     except Mismatch as error:  # raised in a collective of the bench, because a rank had left out a collective in the call
         outcome.findings = [Finding("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}")]
     except Breach as breach:
-        outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=str(breach).partition(":")[0])]
+        outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=breach.way)]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
     except (UnknownTriton, Unavailable) as error:

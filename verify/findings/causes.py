@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport
-from verify.process.outcome import FailureKind, Verdict, port_of
+from verify.process.outcome import FailureKind, Verdict
 
 # Words whose values the law or chance decides, and words that only decide which numbers a case has. Neither tell causes apart.
 OF_THE_LAW = {"at", "variant", "backward"}
@@ -23,6 +23,7 @@ class Symptoms:
 
     - `outputs`: the outputs and gradients that fail, and `ways`: how they fail
     - `ordinary`: the outputs and gradients that fail with ordinary numbers. Numbers such as a beta of zero hide wrong outputs
+    - `gradients`: all gradients of the case
     - `words`: the words of the case; `fails_too`: other values with which it fails; `holds`: values with which it holds
     - `longest`: the length of its longest sequence
     - `by_chance`: whether the case may hold with other numbers
@@ -32,6 +33,7 @@ class Symptoms:
     ways: frozenset[str]
     outputs: frozenset[str]
     ordinary: frozenset[str]
+    gradients: frozenset[str]
     words: Mapping[str, str]
     holds: frozenset[tuple[str, str]]
     fails_too: frozenset[tuple[str, str]]
@@ -46,7 +48,7 @@ class Symptoms:
     @property
     def of_gradients(self) -> bool:
         """Whether only gradients fail with ordinary numbers, so that the outputs are right."""
-        return all(name.startswith("d") for name in self.ordinary)
+        return self.ordinary <= self.gradients
 
     def agree(self, other: "Symptoms") -> bool:
         """Whether one cause probably explains both.
@@ -95,8 +97,9 @@ def symptoms(report: LawReport) -> Symptoms:
     return Symptoms(
         report.law,
         frozenset("is wrong" if finding.kind in NUMBERS else finding.way for finding in report.findings),
-        frozenset(port_of(finding.output) for finding in report.findings),
+        frozenset(finding.port for finding in report.findings),
         frozenset(report.ordinary),
+        frozenset(port.name for port in case.spec.gradients()),
         case.words(),
         holds,
         _changes(report.fails_too),

@@ -22,7 +22,7 @@ from verify.execution.line import Run
 from verify.findings import deny_list
 from verify.findings.deny_list import Denial, Versions
 from verify.gpu import policies
-from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict, port_of
+from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
 
 NAME = "known_defects.toml"
 FILE = pathlib.Path(__file__).with_name(NAME)
@@ -129,7 +129,7 @@ class Known:
         return same | (_gradients(case) if gradients & {*self.outputs} else set())
 
     def _explains(self, finding: Finding, outputs: set[str]) -> bool:
-        return port_of(finding.output) in outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
+        return finding.port in outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
 
 
 class KnownDefects:

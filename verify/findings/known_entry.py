@@ -12,7 +12,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known
 from verify.gpu import policies
-from verify.process.outcome import Outcome, port_of
+from verify.process.outcome import Outcome
 
 
 def entry_of(
@@ -45,7 +45,7 @@ def entry_of(
     }
     options |= set() if also or kernel else {"variant"}  # other laws have other variants
     words = split_line(where) if where else {name: word for name, word in known.words_of(run).items() if name in options}
-    ports = {port_of(finding.output) for finding in outcome.findings}
+    ports = {finding.port for finding in outcome.findings}
     if strange := sorted(ports - known.outputs_of(case)):
         raise ValueError(f"a known defect is about outputs, gradients, inputs and calls, but this run fails in {strange[0]}")
     versions = {name: [version] for name, version in packages.items()}

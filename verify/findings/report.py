@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
-from verify.process.outcome import Finding, Outcome, Verdict, port_of
+from verify.process.outcome import Finding, Outcome, Verdict
 
 WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
@@ -164,7 +164,7 @@ def _worst_of_each(findings: Sequence[Finding]) -> list[Finding]:
     """For each output that fails, its worst finding."""
     worst: dict[str, Finding] = {}
     for finding in findings:
-        name = port_of(finding.output)
+        name = finding.port
         worst[name] = max(worst.get(name, finding), finding, key=lambda one: one.ratio)
     return list(worst.values())
 
@@ -172,7 +172,7 @@ def _worst_of_each(findings: Sequence[Finding]) -> list[Finding]:
 def _ratio(finding: Finding) -> str:
     """An output with its ratio of error to tolerance, or with the way in which it fails."""
     number = f"{finding.ratio:.2f}" if finding.ratio < ENDLESS else f"over {ENDLESS:g}"
-    return f"{port_of(finding.output)} {number if math.isfinite(finding.ratio) else finding.way}"
+    return f"{finding.port} {number if math.isfinite(finding.ratio) else finding.way}"
 
 
 def times(reports: Iterable[LawReport], processes: int) -> str:

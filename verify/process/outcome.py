@@ -52,11 +52,6 @@ class FailureKind(enum.StrEnum):
 CALLS = (FailureKind.RAISED, FailureKind.CRASHED, FailureKind.HUNG, FailureKind.TYPE)  # failures of a whole call
 
 
-def port_of(name: str) -> str:
-    """The output, gradient or input that a comparison is about: "dq" for the name "dq, sequence 2 alone"."""
-    return name.split()[0].rstrip(",")
-
-
 def rank_names(ranks: Iterable[int]) -> str:
     """The ranks in words: "rank 2" or "ranks 0, 2, 3"."""
     names = sorted(ranks)
@@ -67,7 +62,7 @@ def rank_names(ranks: Iterable[int]) -> str:
 class Finding:
     """One failure of a case: which output is wrong, where, by how much, and what was expected.
 
-    - `output`: the name of the comparison, such as "o" or "dq, sequence 2 alone"; "call" for a failure of the whole call
+    - `output`: the comparison in words, such as "o" or "dq of sequence 2 alone"; "call" for a failure of the whole call
     - `what`: a sentence without its subject, which is `output`
     - `worst`, `first`: the places of the row with the largest error and of the first wrong row, in words
     - `rows`, `rows_over`: the number of rows compared, and of those over their tolerance
@@ -77,6 +72,7 @@ class Finding:
     - `detail`: the part of `what` that must stay the same while the case shrinks, such as the name of an exception
     - `ranks`: for a path, the ranks that found it
     - `wrote`: of a call that raised, the last lines that its process, and those beside it, wrote to stdout and stderr meanwhile
+    - `port`: the output or gradient alone, such as "dq"; by default it is `output`
     """
 
     output: str
@@ -94,6 +90,11 @@ class Finding:
     detail: str = ""
     ranks: tuple[int, ...] = ()
     wrote: tuple[str, ...] = ()
+    port: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.port:
+            object.__setattr__(self, "port", self.output)
 
     @property
     def place(self) -> str:
@@ -123,7 +124,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Finding":
-        """The finding from the data of `to_json`."""
+        """The finding from the data of `to_json`. In data of earlier releases, the first word of `output` is the port."""
         numbers = {name: float(data[name]) for name in ("error", "allowed")}
         rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
         return cls(
@@ -134,6 +135,7 @@ class Finding:
                 "wrote": tuple(data.get("wrote", ())),
                 "kind": FailureKind(data["kind"]),
                 "ranks": tuple(data["ranks"]),
+                "port": data.get("port") or data["output"].split()[0].rstrip(","),
             }
         )
 
