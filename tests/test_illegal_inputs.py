@@ -32,7 +32,7 @@ from verify.cli import check_command
 from verify.engine.drawing import seeded
 from verify.execution.refusals import probe
 from verify.execution.service import answer
-from verify.process.messages import Describe, Refuse
+from verify.process.messages import Describe, Reaction, Refuse
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Place
 from verify.ranks.group import RankGroup
@@ -220,12 +220,12 @@ def test_path_that_needs_processes_says_how_to_start_them() -> None:
 
 
 def test_answers_of_ranks_that_are_processes_are_merged() -> None:
-    refuses, silent = {"did": "refuses (ValueError)", "left": True}, {"did": "returns numbers without an error", "left": False}
-    idle = {"did": IDLE, "reason": IDLE}
-    assert merge({0: refuses, 1: refuses, 2: idle}) == {"did": "refuses (ValueError)"}
-    assert merge({1: silent, 0: refuses}) == {"did": "refuses (ValueError) on rank 0, returns numbers without an error on rank 1"}
+    refuses, silent = Reaction("refuses (ValueError)", left=True), Reaction("returns numbers without an error")
+    assert merge({0: refuses, 1: refuses, 2: Reaction(IDLE, idle=True)}) == Reaction("refuses (ValueError)")
+    both = Reaction("refuses (ValueError) on rank 0, returns numbers without an error on rank 1")
+    assert merge({1: silent, 0: refuses}) == both
     waits = "rank 1 waits in all_gather"
-    assert merge({0: refuses}, waits) == {"did": "refuses (ValueError) on rank 0, while rank 1 waits in all_gather"}
+    assert merge({0: refuses}, waits) == Reaction("refuses (ValueError) on rank 0, while rank 1 waits in all_gather")
     assert (failed(refuses), failed(silent)) == (True, False)
     assert (parted([refuses, silent]), parted([refuses, refuses]), parted([silent, silent])) == (True, False, False)
 
@@ -237,8 +237,8 @@ class RefusesOrWaits(Path):
 def test_worker_says_whether_a_rank_left_its_call() -> None:
     name = "tokens that cp does not divide"
     did = "refuses (TypeError) on rank 0, waits for a rank that has raised an error on rank 1"
-    assert answer(Refuse(f"{__file__}:RefusesOrWaits", name).to_json()) == {"did": did, "left": True}
-    assert answer(Refuse(f"{__file__}:Path", name).to_json()) == {"did": "returns numbers without an error", "left": False}
+    assert answer(Refuse(f"{__file__}:RefusesOrWaits", name).to_json()) == Reaction(did, left=True).to_json()
+    assert answer(Refuse(f"{__file__}:Path", name).to_json()) == Reaction("returns numbers without an error").to_json()
 
 
 @pytest.mark.slow
@@ -246,11 +246,9 @@ def test_rank_that_waits_for_one_that_refuses_is_reported_and_the_group_goes_on(
     name = "tokens that cp does not divide"
     with RankGroup(2) as group:
         found = group.ask(Refuse(f"{__file__}:RefusesOrWaits", name), 20.0)
-        assert found == {"did": "refuses (TypeError) on rank 0, while rank 1 waits in all_reduce"}
-        assert group.ask(Refuse(f"{__file__}:Path", name), 20.0) == {"did": "returns numbers without an error"}
-        assert group.ask(Refuse(f"{__file__}:Path", "tokens that tp does not divide"), 20.0) == {
-            "did": "returns numbers without an error"
-        }
+        assert found["did"] == "refuses (TypeError) on rank 0, while rank 1 waits in all_reduce"
+        for illegal in (name, "tokens that tp does not divide"):
+            assert group.ask(Refuse(f"{__file__}:Path", illegal), 20.0)["did"] == "returns numbers without an error"
 
 
 def checking_of(worker: Any, domain: PathDomain, device: str = "cpu", tune: str = "") -> Any:

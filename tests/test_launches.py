@@ -258,21 +258,21 @@ def test_a_path_has_no_launches_to_report() -> None:
 @pytest.mark.parametrize(
     ("report", "code", "out", "err"),
     [
-        ({"launches": 3, "kernels": 2, "found": [], "left": []}, exits.HOLDS, "3 launches of 2 kernels\n", ""),
+        ({"launches": 3, "kernels": 2, "found": [], "left": [], "spent": False}, exits.HOLDS, "3 launches of 2 kernels\n", ""),
         (
-            {"launches": 3, "kernels": 2, "found": ["called again: launch 0"], "left": ["beside tune=2"]},
+            {"launches": 3, "kernels": 2, "found": ["called again: launch 0"], "left": ["beside tune=2"], "spent": False},
             exits.BROKEN,
             "3 launches of 2 kernels\n  called again: launch 0\n  not called: beside tune=2\n",
             "",
         ),
         (
-            {"launches": 0, "kernels": 0, "found": ["launch 0"], "left": []},
+            {"launches": 0, "kernels": 0, "found": ["launch 0"], "left": [], "spent": False},
             exits.BROKEN,
             "0 launches of 0 kernels\n  launch 0\n",
             "",
         ),
         (
-            {"launches": 0, "kernels": 0, "found": [], "left": []},
+            {"launches": 0, "kernels": 0, "found": [], "left": [], "spent": False},
             exits.UNDECIDED,
             "0 launches of 0 kernels\n",
             "gdn-verify: no Triton kernel was launched\n",

@@ -20,14 +20,14 @@ from tests.commands import Command
 from tests.processes import alive, gone, opened
 from tests.together import for_each
 from verify.execution.service import answer
-from verify.process.messages import Describe, Join, Question
+from verify.process.messages import Describe, Failure, Join, Outcomes, Question, Reaction, answer_of
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks import collectives, torchrun
 from verify.ranks import group as ranks
 from verify.ranks.group import RankGroup, environment
 from verify.ranks.hangs import Standing, crashed, hung
-from verify.ranks.merge import merge
+from verify.ranks.merge import merge, merge_outcomes
 from verify.ranks.merge import parted as have_parted
 from verify.ranks.torchrun import Launch, TorchrunGroup, launched
 
@@ -194,8 +194,7 @@ def test_rank_that_cannot_start_is_named_and_blames_no_kernel() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused() -> None:
     reply = answer(Join("localhost", 0, "", 1, 0, "nccl").to_json())
-    assert reply["verdict"] == "unknown"
-    assert reply["reason"].startswith("there is no GPU for this rank: CUDA_VISIBLE_DEVICES=")
+    assert reply["error"].startswith("there is no GPU for this rank: CUDA_VISIBLE_DEVICES=")
 
 
 def test_group_must_have_a_rank_and_a_known_backend() -> None:
@@ -554,7 +553,7 @@ def test_group_is_replaced_only_where_ranks_may_have_parted(answers: tuple[dict[
 
 
 def test_rank_that_cannot_join_is_named() -> None:
-    refused = Outcome(Verdict.UNKNOWN, reason="there is no GPU for this rank").to_json()
+    refused = Failure("there is no GPU for this rank").to_json()
     with pytest.raises(WorkerLost, match="failed to start: rank 1: there is no GPU for this rank"):
         of(Rank(), Rank(join=refused)).ask({})
 
@@ -570,7 +569,9 @@ def test_interrupted_question_does_not_answer_the_next_one() -> None:
 
 
 def merged(*answers: dict[str, Any], waited: str = "") -> Outcome:
-    return Outcome.from_json(merge(dict(enumerate(answers)), waited))
+    found = merge({rank: answer_of(answer) for rank, answer in enumerate(answers)}, waited)
+    assert isinstance(found, Outcome)
+    return found
 
 
 @for_each("verdict", [Verdict.HOLDS, Verdict.BLIND, Verdict.UNSUPPORTED, Verdict.UNKNOWN])
@@ -604,9 +605,9 @@ def test_same_finding_of_several_ranks_is_one_and_different_ones_stay_apart() ->
 
 
 def test_finding_says_what_waiting_ranks_did_and_keeps_its_kind() -> None:
-    alone = Outcome.from_json(merge({1: OFF}, "ranks 0, 2 wait in all_reduce"))
+    alone = merged(OFF, waited="ranks 0, 2 wait in all_reduce")
     assert (alone.findings[0].what, alone.way) == ("is off; while ranks 0, 2 wait in all_reduce", "is off")
-    assert Outcome.from_json(merge({1: RAISED}, "rank 0 waits in f")).way == "raised ValueError"
+    assert merged(RAISED, waited="rank 0 waits in f").way == "raised ValueError"
 
 
 def test_launches_one_by_one_of_all_ranks_are_counted() -> None:
@@ -615,11 +616,11 @@ def test_launches_one_by_one_of_all_ranks_are_counted() -> None:
 
 
 def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
-    assert merge({0: {"error": "no file"}, 1: {"error": "no file"}}) == {"error": "no file"}
-    assert merge({0: {"did": "raised"}, 1: {"did": "raised"}}) == {"did": "raised"}
-    assert merge({0: {"did": "raised"}, 1: {"error": "no file"}}) == {
-        "error": "ranks disagree: rank 0: {'did': 'raised'}; rank 1: no file"
-    }
+    failure, description = Failure("no file"), {"book": "rules"}
+    assert merge({0: failure, 1: failure}) == failure
+    assert merge({0: Reaction("raised"), 1: Reaction("raised")}) == Reaction("raised")
+    assert merge({0: description, 1: description}) == description
+    assert merge({0: description, 1: failure}) == Failure("ranks disagree: rank 0: {'book': 'rules'}; rank 1: no file")
     assert merged(HOLDS, {"error": "no file"}).reason == "ranks disagree: rank 0: holds; rank 1: unknown: no file"
 
 
@@ -636,7 +637,7 @@ def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
     ],
 )
 def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dict[str, Any]], *, parted: bool) -> None:
-    assert have_parted(answers) is parted
+    assert have_parted(list(map(answer_of, answers))) is parted
 
 
 @for_each(
@@ -687,13 +688,13 @@ def test_deaths_of_the_same_moment_are_all_named() -> None:
 
 def test_lists_of_outcomes_are_merged_as_far_as_every_rank_came() -> None:
     holds, broken = Outcome(Verdict.HOLDS, rows=1), Outcome(Verdict.BROKEN, [Finding("y", FailureKind.OFF, "is off", rows=3)])
-    one = {"outcomes": [holds.to_json(), broken.to_json(), holds.to_json()]}
-    other = {"outcomes": [holds.to_json(), holds.to_json()]}
-    merged = merge({0: one, 1: other})["outcomes"]
-    assert [outcome["verdict"] for outcome in merged] == ["holds", "broken"]
-    assert (merged[1]["findings"][0]["output"], merged[1]["findings"][0]["ranks"]) == ("y", (0,))
-    assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == {"outcomes": [], "spent": False}
-    assert merge({0: one, 1: {"error": "gone"}}) == {"outcomes": [], "spent": False}
+    one, other = Outcomes([holds, broken, holds]), Outcomes([holds, holds])
+    merged = merge({0: one, 1: other})
+    assert isinstance(merged, Outcomes)
+    assert [outcome.verdict for outcome in merged.outcomes] == [Verdict.HOLDS, Verdict.BROKEN]
+    assert (merged.outcomes[1].findings[0].output, merged.outcomes[1].findings[0].ranks) == ("y", (0,))
+    assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == Outcomes([])
+    assert merge({0: one, 1: Failure("gone")}) == Outcomes([])
 
 
 def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
@@ -702,9 +703,9 @@ def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
         Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: CUDA error: an illegal memory access")], spent=True
     )
     for both in ((lost, lost), (Outcome(Verdict.HOLDS, rows=1), lost)):
-        assert merge({rank: result.to_json() for rank, result in enumerate(both)})["spent"]
-        lists = {rank: {"outcomes": [result.to_json()], "spent": result.spent} for rank, result in enumerate(both)}
-        assert merge(lists)["spent"]
+        assert merge_outcomes(dict(enumerate(both))).spent
+        lists = {rank: Outcomes([result], result.spent) for rank, result in enumerate(both)}
+        assert getattr(merge(lists), "spent", False)
 
 
 @pytest.mark.slow
@@ -726,5 +727,5 @@ def test_the_place_where_gdn_verify_failed_is_reported_of_all_ranks() -> None:
         reason="gdn-verify failed: RuntimeError: mixed",
         fault="RuntimeError at verify/bench/path_bench.py:7 in f",
     )
-    merged = Outcome.from_json(merge({0: failed.to_json(), 1: failed.to_json()}))
+    merged = merge_outcomes({0: failed, 1: failed})
     assert (merged.verdict, merged.reason, merged.fault) == (Verdict.UNKNOWN, failed.reason, failed.fault)

@@ -35,7 +35,7 @@ from verify.process import reach as reaches
 from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 from verify.process.worker import Worker
-from verify.ranks.merge import merge
+from verify.ranks.merge import merge_outcomes
 from verify.reach import recorder
 from verify.reach import report as reach_report
 
@@ -246,8 +246,8 @@ def test_ranks_answer_with_what_all_of_them_looked_at() -> None:
     first, second = Reach({"tokens": 3, "heads": 2}), Reach({"tokens": 5})
     first.note_blocks("m:k", ["3", "5"], ["3"])
     second.note_blocks("m:k", ["3", "5"], ["5"])
-    answers = {rank: Outcome(Verdict.HOLDS, rows=1, reach=reach).to_json() for rank, reach in enumerate((first, second))}
-    whole = Outcome.from_json(merge(answers)).reach
+    outcomes = {rank: Outcome(Verdict.HOLDS, rows=1, reach=reach) for rank, reach in enumerate((first, second))}
+    whole = merge_outcomes(outcomes).reach
     assert whole.sizes == {"tokens": 5, "heads": 2}
     assert whole.blocks == {"m:k": {"3": True, "5": True}}
 

@@ -150,11 +150,11 @@ class FollowsANumber(Refuses):
 @pytest.mark.parametrize(("tune", "raised"), [("7", "KeyError"), ("native", "TypeError")])
 def test_a_kernel_with_illegal_input_follows_the_configurations_of_the_check(tune: str, raised: str) -> None:
     question = Refuse(f"{__file__}:FollowsANumber", "g of another length", tune, [("kernel", "BK=4")])
-    assert answer(question.to_json()) == {"did": f"refuses ({raised})"}
+    assert answer(question.to_json())["did"] == f"refuses ({raised})"
     assert autotune._left_out == ()
 
 
 def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:
     with pytest.raises(WorkerLost, match="exited with code 11"):
         worker.ask(Refuse(f"{__file__}:Crashes", "cu_seqlens that decrease"))
-    assert worker.ask(Refuse(f"{__file__}:Refuses", "cu_seqlens that decrease")) == {"did": "refuses (TypeError)"}
+    assert worker.ask(Refuse(f"{__file__}:Refuses", "cu_seqlens that decrease"))["did"] == "refuses (TypeError)"

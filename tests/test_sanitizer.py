@@ -27,7 +27,7 @@ from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.choices import NoSanitizer
-from verify.process.messages import Question, Refuse, RunMany, RunOne, Watched
+from verify.process.messages import Outcomes, Question, Reaction, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
@@ -223,7 +223,7 @@ def test_a_sanitizer_that_stops_working_decides_nothing(tmp_path: pathlib.Path, 
     assert got["reason"] == "the sanitizer failed: Internal Sanitizer Error: The Sanitizer is out of memory"
     with open(log, "a") as file:
         file.write("========= Internal Sanitizer Error: The Sanitizer is out of memory\n")
-    assert sanitize.answer(RunMany([line, line]).to_json()) == {"outcomes": []}
+    assert sanitize.answer(RunMany([line, line]).to_json()) == Outcomes([]).to_json()
     sanitize._watch.cache_clear()
 
 
@@ -245,13 +245,13 @@ def test_what_it_reports_of_illegal_input_is_printed_and_not_judged(
         ),
     ):
 
-        def probed(question: dict[str, object], text: str = text) -> dict[str, object]:
+        def probed(question: dict[str, object], text: str = text) -> Reaction:
             with open(log, "a") as file:
                 file.write(text)
-            return {"did": "returns numbers without an error"}
+            return Reaction("returns numbers without an error")
 
-        monkeypatch.setattr(service, "answer", probed)
-        assert sanitize.answer(Refuse(RIGHT, "g of another length").to_json()) == {"did": did}
+        monkeypatch.setattr(service, "typed_answer", probed)
+        assert sanitize.answer(Refuse(RIGHT, "g of another length").to_json())["did"] == did
     sanitize._watch.cache_clear()
 
 

@@ -27,7 +27,7 @@ from verify.claims.ruling import RIGHT, UNDECIDED, WRONG, Ruling, gain, verdict_
 from verify.claims.setting import QWEN3_NEXT
 from verify.claims.table import number
 from verify.claims.timing import Effort, Spread, ratios
-from verify.process.messages import Answer
+from verify.process.messages import Data
 from verify.process.outcome import Outcome, Verdict
 
 T = TypeVar("T")
@@ -389,7 +389,7 @@ def kept(bench: Bench) -> Iterator[Ruling]:
     yield memory_row(found[LAYER], found[NORM], case, bench.again(5396))
 
 
-def memory_row(before: Answer, after: Answer, case: ParallelCase, again: str) -> Ruling:
+def memory_row(before: Data, after: Data, case: ParallelCase, again: str) -> Ruling:
     """The row of the bytes saved with the norm before the kernel and in it.
 
     The claim says what becomes less: q and k of H heads after the norm, and what becomes more: the norms' factors, one float32 for
@@ -470,7 +470,7 @@ def alternating(bench: Bench, lines: Mapping[str, str], ranks: int = 0) -> dict[
     """The milliseconds of each release's line, forward and backward, in rounds. Releases take turns, each second round reversed."""
     result: dict[str, dict[str, list[float]]] = {way: {version: [] for version in lines} for way in ("forward", "backward")}
 
-    def ask(version: str, calls: int) -> Answer:
+    def ask(version: str, calls: int) -> Data:
         return bench.releases.ask(version, "time", ranks=ranks, line=lines[version], calls=calls)
 
     effort = bench.effort

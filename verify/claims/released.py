@@ -32,13 +32,13 @@ from verify.claims.tuning import limit_tuning
 from verify.execution import service
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
-from verify.process.messages import Answer, RunMany
+from verify.process.messages import Data, RunMany
 from verify.ranks.collectives import Alone, Place, simulate
 
 SERVES = f"{__name__}:answer"
 
 
-def answer(question: Answer) -> Answer:
+def answer(question: Data) -> Data:
     """The answer to a question, as plain data. {"error": why} if there is none.
 
     `ask` says what is asked: the function of that name below. `folder` is that of the release, and `configurations` limits
@@ -74,7 +74,7 @@ def _find(folder: str, configurations: int) -> None:
 _FOUND: list[str] = []
 
 
-def choices(question: Answer) -> Answer:
+def choices(question: Data) -> Data:
     """The words of the choices that an adapter has in this release, the newest of each, and whose convolution the release takes."""
     adapter = adapter_of(question["adapter"])
     assert isinstance(adapter, PathAdapter), adapter
@@ -85,12 +85,12 @@ def choices(question: Answer) -> Answer:
     return {"words": [f"{name}={values[-1]}" for name, values in adapter.domain.choices], "conv": conv}
 
 
-def outcomes(question: Answer) -> Answer:
+def outcomes(question: Data) -> Data:
     """The outcomes of lines."""
     return service.answer(RunMany(question["lines"]).to_json())
 
 
-def results(question: Answer) -> Answer:
+def results(question: Data) -> Data:
     """The results of a line, of each simulated rank: its part of the outputs and of all gradients, as numbers."""
     run = Run.parse(question["line"])
     adapter, case = adapter_of(run.adapter), run.example.case
@@ -125,7 +125,7 @@ class Ready:
         return lambda: torch.autograd.grad(y, self.leaves, self.direction, allow_unused=True)
 
 
-def time(question: Answer) -> Answer:
+def time(question: Data) -> Data:
     """The milliseconds of `calls` calls of a line's layer, forward and backward. Of ranks, each time is that of the slowest."""
     ready = _ready(question["line"])
     ahead = ready.clock.times([ready.forward] * question["calls"])
@@ -133,7 +133,7 @@ def time(question: Answer) -> Answer:
     return {"ahead": greatest(ahead, own_device()), "back": greatest(back, own_device())}
 
 
-def memory(question: Answer) -> Answer:
+def memory(question: Data) -> Data:
     """The bytes that the graph of a line's layer saves for backward, and on a GPU those that stay allocated.
 
     What is saved is counted without torch.compile: it traces with tensors that have no memory, which cannot be counted.
@@ -176,7 +176,7 @@ def keeping_its_module(adapter: MegatronLayer) -> MegatronLayer:
     return kept
 
 
-def contest(question: Answer) -> Answer:
+def contest(question: Data) -> Data:
     """How the layers of several adapters agree with the truth and with each other, on a case of one rank."""
     case = LayerCase.parse(question["case"])
     forms = {name: layer_form(adapter_of(name)) for name in question["adapters"]}
@@ -199,12 +199,12 @@ def layer_form(adapter: Any) -> Form:
     return form
 
 
-def flops(question: Answer) -> Answer:
+def flops(question: Data) -> Data:
     """The training FLOPs of a layer by term, by both halves of the release's formula."""
     formula, layer = formula_in(question["folder"]), Layer(**question["layer"])
     return {kind: terms(formula, layer, question["tokens"], kind) for kind in HALVES}
 
 
-_ANSWERS: dict[str, Callable[[Answer], Answer]] = {
+_ANSWERS: dict[str, Callable[[Data], Data]] = {
     function.__name__: function for function in (choices, outcomes, results, time, memory, contest, flops)
 }

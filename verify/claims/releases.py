@@ -7,7 +7,7 @@ from types import TracebackType
 
 from verify.adapters.libraries import FOLDER, LIBRARIES
 from verify.claims.released import SERVES
-from verify.process.messages import Answer
+from verify.process.messages import Data
 from verify.process.worker import NO_GPU, Answering, Worker, WorkerLost
 from verify.ranks.group import RankGroup
 
@@ -66,7 +66,7 @@ class Releases:
         """The library over which ranks communicate."""
         return "nccl" if self.device == "cuda" else "gloo"
 
-    def ask(self, version: str, ask: str, *, ranks: int = 0, **words: object) -> Answer:
+    def ask(self, version: str, ask: str, *, ranks: int = 0, **words: object) -> Data:
         """What a release answers (verify/claims/released.py). With `ranks`, so many processes answer as one.
 
         Unanswered has the reason if it cannot.

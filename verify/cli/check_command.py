@@ -41,7 +41,7 @@ from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
-from verify.process.messages import Describe, Refuse
+from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
 from verify.ranks.group import Group
@@ -241,10 +241,11 @@ def _reaction(spec: str, name: str, checking: Check) -> str:
     except WorkerLost as lost:
         return f"not run: loading the adapter again {lost.how} ({lost.detail})"
     try:
-        reply = worker.ask(Refuse(spec, name, settings.tune, left_out), min(30.0, settings.until - time.monotonic()))
+        question = Refuse(spec, name, settings.tune, left_out)
+        reply = read(Reaction, worker.ask(question, min(30.0, settings.until - time.monotonic())))
     except WorkerLost as lost:
         return f"{lost.how} ({lost.detail})"
-    return str(reply.get("did") or f"not run: {reply.get('error') or reply.get('reason')}")
+    return reply.did if isinstance(reply, Reaction) else f"not run: {reply.error}"
 
 
 def _summary(checking: Check, wall_s: float) -> str:

@@ -13,7 +13,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.gpu import device as devices
 from verify.process.choices import NoGpu
-from verify.process.messages import Launches
+from verify.process.messages import Failure, Launches, LaunchReport, read
 from verify.process.worker import Worker, WorkerLost
 
 
@@ -35,17 +35,17 @@ def launches(options: argparse.Namespace) -> int:
         try:
             defects = known.of(run.adapter).on(describe(run.adapter, worker).device)
             question = Launches(str(run), options.calls, beside, defects.left_out(run))
-            answer = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
+            report = read(LaunchReport, worker.ask(question, worker.deadline_s * (options.calls + len(beside))))
         except WorkerLost as lost:
-            answer = {"reason": f"{lost}; the launch is not known"}
-    if "error" in answer:
-        raise AdapterError(answer["error"])
+            report = LaunchReport(reason=f"{lost}; the launch is not known")
+    if isinstance(report, Failure):
+        raise AdapterError(report.error)
     if options.json:
-        print_json({"run": str(run), **answer})
-    elif "found" in answer:
-        left = [f"not called: {words}" for words in answer["left"]]
-        print_line("\n  ".join([f"{answer['launches']} launches of {answer['kernels']} kernels", *answer["found"], *left]))
-    if not answer.get("found") and not answer.get("launches"):
-        print_error(answer.get("reason", "no Triton kernel was launched"))
+        print_json({"run": str(run), **report.to_json()})
+    elif not report.reason:
+        left = [f"not called: {words}" for words in report.left]
+        print_line("\n  ".join([f"{report.launches} launches of {report.kernels} kernels", *report.found, *left]))
+    if not report.found and not report.launches:
+        print_error(report.reason or "no Triton kernel was launched")
         return UNDECIDED
-    return BROKEN if answer["found"] else HOLDS
+    return BROKEN if report.found else HOLDS

@@ -29,7 +29,17 @@ from verify.gpu import device as devices
 from verify.interpreter.self_test import TRITONS, notice
 from verify.process import prestart
 from verify.process.choices import NoInterpreter
-from verify.process.messages import Describe, Description, Interprets, RunMany, RunOne
+from verify.process.messages import (
+    Describe,
+    Description,
+    Failure,
+    Interpretation,
+    Interprets,
+    Outcomes,
+    RunMany,
+    RunOne,
+    read,
+)
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import RankGroup
@@ -105,14 +115,13 @@ def describe(spec: str, worker: Asked, *, runs: bool = True) -> Described:
     AdapterError if the adapter cannot be loaded, also if importing it kills the worker.
     """
     try:
-        answer = worker.ask(Describe(spec, runs))
+        description = read(Description, worker.ask(Describe(spec, runs)))
     except WorkerLost as lost:
         if lost.how == "failed to start":
             raise AdapterError(f"the ranks failed to start: {lost.detail}") from None
         raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
-    if "error" in answer:
-        raise AdapterError(answer["error"])
-    description = Description(**answer)
+    if isinstance(description, Failure):
+        raise AdapterError(description.error)
     domain = book_named(description.book).domain.from_json(description.domain)
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
@@ -150,10 +159,10 @@ def interpreted(described: Described, device: str, deadline_s: float) -> str:
 def _warning(described: Described, triton: str, deadline_s: float) -> str:
     with Worker(deadline_s, environment=devices.environment("cpu")) as worker, contextlib.suppress(WorkerLost):
         for run in _probes(described):
-            answer = worker.ask(Interprets(str(run)))
-            if answer.get("launches"):
-                if answer["refusal"]:
-                    raise NoInterpreter(answer["refusal"])
+            answer = read(Interpretation, worker.ask(Interprets(str(run))))
+            if isinstance(answer, Interpretation) and answer.launches:
+                if answer.refusal:
+                    raise NoInterpreter(answer.refusal)
                 return notice(triton)
     return ""
 
@@ -186,8 +195,9 @@ def ask(
     store.begin(str(run))
     try:
         question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
-        answer = worker.ask(question, *_deadline(run, worker))
-        outcome = Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
+        outcome = read(Outcome, worker.ask(question, *_deadline(run, worker)))
+        if isinstance(outcome, Failure):
+            return Outcome(Verdict.UNKNOWN, reason=outcome.error)
         if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it
             first, *others = outcome.findings
             outcome.findings = [dataclasses.replace(first, wrote=_last_lines(worker.words())), *others]
@@ -232,20 +242,21 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
     A run without an outcome is repeated alone, and so is a run that is BROKEN or UNKNOWN. A run whose failure `defects` explain is
     not repeated, and its exact excess over the tolerance is not measured, because that would take longer than everything else.
     """
-    outcomes: list[dict[str, Any]] = []
+    outcomes: list[Outcome] = []
     excused, left_out = [defects.explained_outputs(run) for run in runs], [defects.left_out(run) for run in runs]
     if len(runs) > 1 or any(excused):
         lines = [str(run) for run in runs]
         store.begin("\n".join(lines))
         try:
             question = RunMany(lines, excused if any(excused) else [], left_out if any(left_out) else [])
-            outcomes = worker.ask(question).get("outcomes", [])
+            answer = read(Outcomes, worker.ask(question))
+            outcomes = answer.outcomes if isinstance(answer, Outcomes) else []
         except WorkerLost:
             outcomes = []  # each run is now repeated alone, which shows the run that loses the worker
         finally:
             store.end()
     for index, run in enumerate(runs):
-        outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
+        outcome = outcomes[index] if index < len(outcomes) else None
         if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not defects.explain(run, outcome)):
             outcome = ask(run, worker, store, defects=defects)
         yield outcome

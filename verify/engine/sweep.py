@@ -11,7 +11,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from oracles.arithmetic.counter import mix_words
@@ -29,7 +29,7 @@ from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.report import finding_lines
 from verify.findings.store import Store
 from verify.gpu.policies import Denied, Policy, narrow, plan, ran
-from verify.process.messages import Tunings
+from verify.process.messages import Configurations, Tunings
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 
@@ -284,11 +284,9 @@ class Sweep:
                 outcome = ask(run, worker, self.store, defects=self._defects)
             if outcome.starved and len(self.workers) > 1:
                 outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, of memory that other workers share")
-            tunings: Mapping[str, Any] = {}
-            if not outcome.lost:
-                tunings = worker.ask(Tunings())
+            tunings = Configurations() if outcome.lost else Configurations.from_json(worker.ask(Tunings()))
         except WorkerLost:
-            tunings = {}
+            tunings = Configurations()
         finally:
             self._idle.put(worker)
         if outcome.verdict is Verdict.BROKEN:  # write it to disk before further runs
@@ -303,9 +301,9 @@ class Sweep:
             )
         with self._lock:
             self.swept.runs += 1
-            for kernel, texts in tunings.get("known", {}).items():
+            for kernel, texts in tunings.known.items():
                 self.swept.known[kernel] = tuple(dict.fromkeys([*self.swept.known.get(kernel, ()), *texts]))
-            for kernel, why in tunings.get("infeasible", {}).items():
+            for kernel, why in tunings.infeasible.items():
                 self.swept.infeasible.setdefault(kernel, {}).update(why)
             for kernel, texts in outcome.tuned.items():
                 self.swept.ran.setdefault(kernel, set()).update(texts)

@@ -24,6 +24,7 @@ from verify.bench.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judging import adapter_of, following
 from verify.execution.line import Run
 from verify.gpu import device as devices
+from verify.process.messages import LaunchReport
 
 APART = 0.02  # in parts of a tensor's norm: more than rounding in any dtype changes the output of one kernel
 SHOWN = ("num_warps", "num_stages", "BT", "BK", "BV", "BC")
@@ -116,18 +117,11 @@ class _Bench(AdapterBench):
         return super().call_implementation(*arguments, **options)
 
 
-def report_of(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
-    """Call the implementation of a run several times and report the launches that differ, as plain data.
+def report_of(run: Run, calls: int, beside: Sequence[str]) -> LaunchReport:
+    """Call the implementation of a run several times and report the launches that differ.
 
     The implementation is called `calls` times as the line says, and once with each tuning word in `beside`, with the picks of the
-    line. The answer has:
-
-    - `launches`, `kernels`: the number of launches, and of different kernels, in one call
-    - `found`: what was found, in words
-    - `left`: the calls that were not made, because the first one failed, the device was lost or memory ran out
-    - `spent`: whether the device was lost
-
-    If memory runs out before anything is found, the answer has a `reason` and nothing else. AdapterError for a parallel path.
+    line. If memory runs out before anything is found, the report has a `reason` and nothing else. AdapterError for a parallel path.
     """
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
@@ -152,11 +146,11 @@ def report_of(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         reason = f"out of memory, with the tensors of every launch kept: {error}"
         if not found:
-            return {"reason": reason}
+            return LaunchReport(reason=reason)
         found.append(f"{words}: {reason}")
     kernels, lost = {launch.kernel for launch in first}, bool(devices.lost(run.device))
     left = [words for words, _, _ in asked]
-    return {"launches": len(first), "kernels": len(kernels), "found": found, "left": left, "spent": lost}
+    return LaunchReport(len(first), len(kernels), found, left, lost)
 
 
 def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, Run, float]]:

@@ -17,7 +17,7 @@ from verify.execution.line import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.collectives import Abandoned, Place, simulate
-from verify.ranks.merge import IDLE, left, merge
+from verify.ranks.merge import IDLE, left, merge_outcomes
 
 
 def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = NOTHING) -> Outcome:
@@ -52,7 +52,7 @@ def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = 
             place = place_of(case.mesh)
             if place is not None and law.kind == "truth":
                 computed = oracle_process.ask(work)
-            outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
+            outcome = Outcome(Verdict.HOLDS, reason=IDLE, idle=True) if place is None else on_rank(place)
     outcome.tuned = dict(used)
     return outcome
 
@@ -81,11 +81,11 @@ def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outco
 
     def work(place: Place) -> Outcome:
         outcome = on_rank(place)
-        if left(outcome.to_json()):
+        if left(outcome):
             raise _Failed(outcome)
         return outcome
 
-    answers, waits = {}, []
+    outcomes, waits = dict[int, Outcome](), list[str]()
     for rank, result in enumerate(simulate(case.tp, case.cp, work)):
         if isinstance(result, Abandoned):
             waits.append(f"rank {rank} waits for rank {result.rank}")
@@ -94,8 +94,8 @@ def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outco
             result = result.outcome
         elif isinstance(result, BaseException):
             result = faulted(result)
-        answers[rank] = result.to_json()
-    return Outcome.from_json(merge(answers, "; ".join(waits)))
+        outcomes[rank] = result
+    return merge_outcomes(outcomes, "; ".join(waits))
 
 
 def _bytes(case: ParallelCase) -> int:

@@ -19,14 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from verify.bench.guards import UNPOISONED
 from verify.gpu import device as devices
 from verify.process.choices import TOOLS, NoSanitizer
-from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched
+from verify.process.messages import Answer, Data, Outcomes, Reaction, Watched, Watching, read
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Answering, Worker, WorkerLost
 
@@ -98,7 +97,8 @@ class Sanitizer:
     def prove(self, worker: Answering) -> None:
         """Raise NoSanitizer if the worker does not run under the tool."""
         try:
-            trouble = worker.ask(Watched())["trouble"]
+            reply = read(Watching, worker.ask(Watched()))
+            trouble = reply.trouble if isinstance(reply, Watching) else reply.error
         except WorkerLost as lost:
             trouble = f"the worker {lost.how}: {lost.detail}; {' '.join(lost.tail.split())[-300:]}"
         if trouble:
@@ -226,34 +226,30 @@ def _watch() -> Watch:
     return Watch(os.environ[LOG])
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """A worker's answer (verify/execution/service.py), with the sanitizer's reports as findings of the run.
+def answer(question: Data) -> Data:
+    """A worker's answer (verify/execution/service.py), with the sanitizer's reports as findings of the run."""
+    return _watched_answer(question).to_json()
 
-    If anything is reported during a question with several runs, none of them gets an outcome, so that each is repeated alone.
-    """
+
+def _watched_answer(question: Data) -> Answer | Outcome:
+    """If anything is reported during a question with several runs, none of them gets an outcome, so that each is repeated alone."""
     from verify.execution import service  # imported in the worker alone
 
     watch = _watch()
-    asked = QUESTIONS.get(question.get("question", ""))
-    if asked is Watched:
-        return {"trouble": watch.more()[1]}
-    reply = service.answer(question)
+    if question.get("question") == Watched.__name__:
+        return Watching(watch.more()[1])
+    reply = service.typed_answer(question)
     with contextlib.suppress(RuntimeError):  # the GPU's context is gone, which the reply says
         devices.settle("cuda" if torch.cuda.is_initialized() else "cpu")
     found, trouble = watch.more()
-    if asked not in (RunOne, RunMany, Refuse):
-        return reply
-    if asked is Refuse:
-        words = f"and the sanitizer reports {found[0]}" if found else f"and the sanitizer failed: {trouble}" if trouble else ""
-        return {**reply, "did": f"{reply['did']}, {words}"} if words and "did" in reply else reply
-    if trouble:
-        undecided = Outcome(Verdict.UNKNOWN, reason=f"the sanitizer failed: {trouble}").to_json()
-        return {**undecided, "spent": True} if asked is RunOne else {"outcomes": []}
-    if not found:
-        return reply
-    if asked is RunMany:
-        return {**reply, "outcomes": []}
-    if "error" in reply:
-        return reply
-    entries = [finding.to_json() for finding in findings(found)]
-    return {**reply, "verdict": str(Verdict.BROKEN), "findings": [*entries, *reply["findings"]]}
+    match reply:
+        case Reaction() if found or trouble:
+            words = f"the sanitizer reports {found[0]}" if found else f"the sanitizer failed: {trouble}"
+            return dataclasses.replace(reply, did=f"{reply.did}, and {words}")
+        case Outcome() if trouble:
+            return Outcome(Verdict.UNKNOWN, reason=f"the sanitizer failed: {trouble}", spent=True)
+        case Outcome() if found:
+            return dataclasses.replace(reply, verdict=Verdict.BROKEN, findings=[*findings(found), *reply.findings])
+        case Outcomes() if trouble or found:
+            return dataclasses.replace(reply, outcomes=[], spent=reply.spent and not trouble)
+    return reply

@@ -32,11 +32,20 @@ from verify.process.fork_server import importing
 from verify.process.messages import (
     Answer,
     Compile,
+    Compiled,
+    Configurations,
+    Data,
     Describe,
     Description,
+    Failure,
+    Interpretation,
     Interprets,
     Join,
+    Joined,
     Launches,
+    LaunchReport,
+    Outcomes,
+    Reaction,
     Refuse,
     RunMany,
     RunOne,
@@ -49,10 +58,15 @@ from verify.ranks.merge import IDLE, left
 NICE = 10  # of processes that compile ahead, beside workers that check
 
 
-def answer(question: Mapping[str, Any]) -> Answer:
-    """The answer to a question of verify/process/messages.py. Both are plain data.
+def answer(question: Mapping[str, Any]) -> Data:
+    """The answer to a question of verify/process/messages.py. Both are plain data."""
+    return typed_answer(question).to_json()
 
-    An adapter that cannot be loaded gives {"error": why}. An illegal line gives an outcome with the verdict UNKNOWN.
+
+def typed_answer(question: Mapping[str, Any]) -> Answer | Outcome:
+    """The answer to a question.
+
+    An adapter that cannot be loaded gives a Failure. An illegal line gives an outcome with the verdict UNKNOWN.
     """
     try:
         with warnings.catch_warnings():
@@ -63,9 +77,10 @@ def answer(question: Mapping[str, Any]) -> Answer:
                 raise ValueError(f"this worker runs under no sanitizer, and cannot answer {asked}")
             return _ANSWERS[type(asked)](asked)
     except AdapterError as error:
-        return {"error": str(error)}
+        return Failure(str(error))
     except ValueError as error:
-        return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
+        unknown = question.get("question") == RunOne.__name__
+        return Outcome(Verdict.UNKNOWN, reason=str(error)) if unknown else Failure(str(error))
 
 
 def close() -> None:
@@ -77,13 +92,13 @@ def close() -> None:
             traceback.print_exc()  # nobody waits for an answer; the others are closed still
 
 
-def _join(asked: Join) -> Answer:
+def _join(asked: Join) -> Joined:
     oracle_process.start()  # it forks, which must come before a group starts threads and perhaps opens a GPU
     join(asked)
-    return {}
+    return Joined()
 
 
-def _describe(asked: Describe) -> Answer:
+def _describe(asked: Describe) -> Description:
     adapter = adapter_of(asked.adapter)
     counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
     if counterpart:
@@ -103,12 +118,12 @@ def _describe(asked: Describe) -> Answer:
         closes=type(adapter).close is not Implementation.close,
         compiles=getattr(adapter, "compiles", False),
         cost=cost_of(adapter),
-    ).to_json()
+    )
 
 
-def _interprets(asked: Interprets) -> Answer:
+def _interprets(asked: Interprets) -> Interpretation:
     execute(Run.parse(asked.line))
-    return {"launches": interpreter.has_launched(), "refusal": interpreter.patches.refusal}
+    return Interpretation(interpreter.has_launched(), interpreter.patches.refusal)
 
 
 @functools.cache
@@ -117,56 +132,56 @@ def _give_way() -> None:
     os.nice(NICE)
 
 
-def _compile(asked: Compile) -> Answer:
+def _compile(asked: Compile) -> Compiled:
     _give_way()
     with autotune.leaving_out(asked.left_out):
         launched = compiled(Run.parse(asked.line))
     devices.tidy()
-    there = _device()
-    return {"spent": bool(devices.lost(there)) or (launched and devices.crowded(there) and not _CROWDED)}
+    device = _device()
+    return Compiled(bool(devices.lost(device)) or (launched and devices.crowded(device) and not _CROWDED))
 
 
-def _tunings(_: Tunings) -> Answer:
-    return {"known": autotune.known(), "infeasible": autotune.infeasible()}
+def _tunings(_: Tunings) -> Configurations:
+    return Configurations(autotune.known(), autotune.infeasible())
 
 
-def _launches(asked: Launches) -> Answer:
+def _launches(asked: Launches) -> LaunchReport:
     with autotune.leaving_out(asked.left_out):
         return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
 
 
-def _refuse(asked: Refuse) -> Answer:
-    adapter, there = adapter_of(asked.adapter), _device()
-    with devices.default(there), autotune.leaving_out(asked.left_out), following(asked.tune):
-        did = probe(adapter, asked.illegal, there)
-    if reason := devices.lost(there):
-        return {"did": f"crashed ({reason})", "spent": True}
+def _refuse(asked: Refuse) -> Reaction:
+    adapter, device = adapter_of(asked.adapter), _device()
+    with devices.default(device), autotune.leaving_out(asked.left_out), following(asked.tune):
+        did = probe(adapter, asked.illegal, device)
+    if reason := devices.lost(device):
+        return Reaction(f"crashed ({reason})", spent=True)
     if did == IDLE:
-        return {"did": did, "reason": IDLE}
-    return {"did": did, "left": did != SILENT} if isinstance(adapter, PathAdapter) else {"did": did}
+        return Reaction(did, idle=True)
+    return Reaction(did, left=isinstance(adapter, PathAdapter) and did != SILENT)
 
 
-def _run_many(asked: RunMany) -> Answer:
+def _run_many(asked: RunMany) -> Outcomes:
     runs = [Run.parse(line) for line in asked.lines]
     _begin(runs)
-    outcomes: list[Answer] = []
+    outcomes: list[Outcome] = []
     excused, left_out = asked.excused or [{}] * len(runs), asked.left_out or [()] * len(runs)
     for run, ready, times, pairs in zip(runs, together(runs), excused, left_out, strict=True):
         with autotune.leaving_out(pairs):
-            outcomes.append(execute(run, ready, times).to_json())
+            outcomes.append(execute(run, ready, times))
         devices.tidy()
         if _ends(outcomes[-1]):
             break
-    return {"outcomes": outcomes, "spent": any(outcome["spent"] for outcome in outcomes)}
+    return Outcomes(outcomes, any(outcome.spent for outcome in outcomes))
 
 
-def _run_one(asked: RunOne) -> Answer:
+def _run_one(asked: RunOne) -> Outcome:
     start = _cpu_s()
     with autotune.leaving_out(asked.left_out):
         outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared)
     outcome.cpu_s = _cpu_s() - start
     devices.tidy()
-    return outcome.to_json()
+    return outcome
 
 
 def _cpu_s() -> float:
@@ -174,7 +189,7 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-_ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
+_ANSWERS: dict[type[messages.Question], Callable[[Any], Answer | Outcome]] = {
     Compile: _compile,
     Describe: _describe,
     Interprets: _interprets,
@@ -229,9 +244,9 @@ def _begin(runs: list[Run]) -> None:
     oracle_process.begin(works)
 
 
-def _ends(outcome: Answer) -> bool:
+def _ends(outcome: Outcome) -> bool:
     """Whether no further run may follow: the device is lost, or ranks may be at different places in their code.
 
     BLIND and UNSUPPORTED are decided by the example alone, so all ranks decide them alike.
     """
-    return outcome["spent"] or (left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED))
+    return outcome.spent or (left(outcome) and outcome.verdict not in (Verdict.BLIND, Verdict.UNSUPPORTED))

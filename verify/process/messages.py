@@ -1,16 +1,22 @@
-"""The questions that a supervisor sends to a worker, as types. They travel as JSON: the name of the type and its fields."""
+"""The questions that a supervisor sends to a worker, and the answers, as types. They travel as JSON.
+
+A question is the name of its type and its fields. The fields of an answer tell its type (`answer_of`).
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
-Answer = dict[str, Any]  # plain data
+from verify.process.outcome import Outcome
+
+Data = dict[str, Any]  # plain data, as it travels
+T = TypeVar("T", bound="Plain")
 LeftOut = Sequence[Sequence[str]]  # pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question. The docstring of each subclass describes the answer."""
+    """A question. The docstring of each subclass names the type of its answer, in whose place there may be a Failure."""
 
     def to_json(self) -> dict[str, Any]:
         """The question as plain data."""
@@ -19,7 +25,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Describe(Question):
-    """What does an adapter declare? Answer: a Description, or {"error": why the adapter cannot be loaded}.
+    """What does an adapter declare? Answer: a Description.
 
     `runs` says that runs follow, so that what they import is imported meanwhile.
     """
@@ -30,7 +36,7 @@ class Describe(Question):
 
 @dataclasses.dataclass(frozen=True)
 class RunOne(Question):
-    """Run one line. Answer: its Outcome.
+    """Run one line. Answer: its Outcome, which is UNKNOWN if the line is illegal.
 
     The values in `declared` replace what the adapter declares when the run is judged. `excused` has the outputs that a known defect
     explains, each with the multiple of the tolerance up to which it does (verify/execution/judge.py). `left_out` are pairs of a
@@ -45,9 +51,9 @@ class RunOne(Question):
 
 @dataclasses.dataclass(frozen=True)
 class RunMany(Question):
-    """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
+    """Run several lines. Answer: Outcomes, in the order of the lines.
 
-    The answer ends after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` and
+    They end after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` and
     `left_out` have, for each line, what they have for one (RunOne). An empty list means that there is nothing for any line.
     """
 
@@ -58,10 +64,7 @@ class RunMany(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Interprets(Question):
-    """Does the run of a line launch interpreted kernels?
-
-    Answer: {"launches": whether it does, "refusal": why this Triton cannot interpret them, or ""}.
-    """
+    """Does the run of a line launch interpreted kernels? Answer: Interpretation."""
 
     line: str
 
@@ -70,7 +73,7 @@ class Interprets(Question):
 class Compile(Question):
     """Launch every kernel that the run of a line launches, so that it is compiled. The results are not judged.
 
-    `left_out` as for RunOne. Answer: {"spent": whether a new process must take this one's place}.
+    `left_out` as for RunOne. Answer: Compiled.
     """
 
     line: str
@@ -81,7 +84,7 @@ class Compile(Question):
 class Launches(Question):
     """Which kernel launch gives different numbers in `calls` equal calls, or with each tuning word in `beside`?
 
-    `left_out` as for RunOne. The answer is that of verify/execution/launches.py:told.
+    `left_out` as for RunOne. Answer: LaunchReport.
     """
 
     line: str
@@ -92,20 +95,14 @@ class Launches(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Tunings(Question):
-    """Which autotune configurations has this process met?
-
-    Answer: {"known": the configurations of each autotuned kernel, "infeasible": those that do not fit the GPU, with the reason}.
-    """
+    """Which autotune configurations has this process met? Answer: Configurations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Refuse(Question):
     """What does an adapter do with an illegal input? `illegal` is the name of the input (verify/execution/refusals.py).
 
-    Autotuned kernels follow `tune` and run with none of `left_out`, as in RunOne.
-
-    Answer: {"did": what it does, in words}. A rank whose call ended early adds {"left": True}, and a rank without a part in the
-    call adds {"reason": ...} (verify/ranks/merge.py).
+    Autotuned kernels follow `tune` and run with none of `left_out`, as in RunOne. Answer: Reaction.
     """
 
     adapter: str
@@ -116,12 +113,12 @@ class Refuse(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(Question):
-    """Does the worker run under its sanitizer? Answer: {"trouble": why it does not, or ""}."""
+    """Does the worker run under its sanitizer? Answer: Watching."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Join(Question):
-    """Join a process group as one of its ranks (verify/ranks/group.py). Answer: {}, once the worker has joined."""
+    """Join a process group as one of its ranks (verify/ranks/group.py). Answer: Joined."""
 
     host: str
     port: int
@@ -132,7 +129,114 @@ class Join(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class Answer:
+    """An answer. `spent`, where there is one, says that a new process must take the place of the one that answered."""
+
+    def to_json(self) -> Data:
+        """The answer as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Data) -> Self:
+        """The answer from the data of `to_json`."""
+        return cls(**data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure(Answer):
+    """Why a question has no answer: the adapter cannot be loaded, or the question is wrong."""
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes(Answer):
+    """The outcomes of several lines."""
+
+    outcomes: list[Outcome]
+    spent: bool = False
+
+    def to_json(self) -> Data:
+        return {"outcomes": [outcome.to_json() for outcome in self.outcomes], "spent": self.spent}
+
+    @classmethod
+    def from_json(cls, data: Data) -> Self:
+        return cls([Outcome.from_json(outcome) for outcome in data["outcomes"]], data.get("spent", False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reaction(Answer):
+    """What an implementation does with an illegal input, in words: `did`.
+
+    `left` says that a rank's call ended early, and `idle` that a rank has no part in the call.
+    """
+
+    did: str
+    left: bool = False
+    idle: bool = False
+    spent: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpretation(Answer):
+    """Whether a run launches interpreted kernels, and why this Triton cannot interpret them, or ""."""
+
+    launches: bool
+    refusal: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(Answer):
+    """The kernels of a line are compiled."""
+
+    spent: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchReport(Answer):
+    """The launches that differ (verify/execution/launches.py).
+
+    - `launches`, `kernels`: the number of launches, and of different kernels, in one call
+    - `found`: what was found, in words
+    - `left`: the calls that were not made, because the first one failed, the device was lost or memory ran out
+    - `reason`: why nothing is known, or ""
+    """
+
+    launches: int = 0
+    kernels: int = 0
+    found: list[str] = dataclasses.field(default_factory=list)
+    left: list[str] = dataclasses.field(default_factory=list)
+    spent: bool = False
+    reason: str = ""
+
+    def to_json(self) -> Data:
+        data = super().to_json()
+        reason = data.pop("reason")
+        return {"reason": reason} if reason else data
+
+
+@dataclasses.dataclass(frozen=True)
+class Configurations(Answer):
+    """The configurations of each autotuned kernel, and those that do not fit the GPU, with the reason."""
+
+    known: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    infeasible: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Answer):
+    """Why a worker does not run under its sanitizer, or ""."""
+
+    trouble: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Answer):
+    """The worker has joined its group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description(Answer):
     """What an adapter declares, as a worker sees it.
 
     `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
@@ -152,9 +256,33 @@ class Description:
     compiles: bool = False
     cost: str = "quick"
 
-    def to_json(self) -> Answer:
-        """The description as plain data."""
-        return dataclasses.asdict(self)
+
+# Of answers that ranks give and that are merged: a field that only this type has.
+_OF_RANKS: dict[str, type[Failure | Outcomes | Reaction | Outcome]] = {
+    "error": Failure,
+    "outcomes": Outcomes,
+    "did": Reaction,
+    "verdict": Outcome,
+}
+OfRank = Failure | Outcomes | Reaction | Outcome | Data
+
+
+class Plain(Protocol):
+    """What can be made from plain data."""
+
+    @classmethod
+    def from_json(cls, data: Data) -> Self:
+        """The value from its plain data."""
+
+
+def answer_of(data: Data) -> OfRank:
+    """The answer of a rank from its plain data; other data, such as that of a worker that serves other questions, as it is."""
+    return next((kind.from_json(data) for key, kind in _OF_RANKS.items() if key in data), data)
+
+
+def read(kind: type[T], data: Data) -> T | Failure:
+    """An answer of a type from its plain data, or the failure that stands in its place."""
+    return Failure(data["error"]) if "error" in data else kind.from_json(data)
 
 
 QUESTIONS = {kind.__name__: kind for kind in Question.__subclasses__()}

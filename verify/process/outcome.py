@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from verify.process.reach import Reach
 
@@ -165,6 +165,7 @@ class Outcome:
     # Launches whose programs could not be interpreted together: the number of launches for each "kernel: reason".
     one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the case looked at
+    idle: bool = False  # of a rank: it has no part in the case
 
     @property
     def kind(self) -> FailureKind | None:
@@ -204,7 +205,7 @@ class Outcome:
         return data
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Outcome":
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """The outcome from the data of `to_json`."""
         findings = [Finding.from_json(finding) for finding in data["findings"]]
         tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}

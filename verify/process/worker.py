@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 
 from verify.process import fork_server
 from verify.process.fork_server import Forked, importing
-from verify.process.messages import Answer, Question, plain
+from verify.process.messages import Data, Question, plain
 from verify.process.stacks import in_implementation, innermost
 
 START_S = 300.0
@@ -81,7 +81,7 @@ class Answering(Protocol):
 
     deadline_s: float
 
-    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
         """Return the answer to a question. WorkerLost if there is none."""
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Worker:
         self._closed = self._starts = self._closes = False
         self.started, self.start_s = 0, 0.0  # processes that were started, and the seconds until they had answered once
 
-    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
         """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
@@ -321,7 +321,7 @@ class Worker:
         return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
 
 
-def _worked_s(answer: Answer) -> float:
+def _worked_s(answer: Data) -> float:
     """The seconds of an answer's outcomes that were spent in kernels and in the oracle."""
     outcomes = answer.get("outcomes", [answer])
     return sum(float(outcome.get(name, 0.0)) for outcome in outcomes for name in ("kernel_s", "oracle_s"))

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verify.process.choices import BACKENDS
-from verify.process.messages import Answer, Join, Question
+from verify.process.messages import Data, Failure, Join, OfRank, Question, answer_of
 from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
@@ -85,7 +85,7 @@ class Seat(Protocol):
     def alive(self) -> bool: ...
     def launch(self) -> None: ...
     def send(self, question: Question | Mapping[str, Any], deadline_s: float) -> None: ...
-    def receive(self) -> Answer | None: ...
+    def receive(self) -> Data | None: ...
     def interrogate(self) -> None: ...
     def words(self) -> str: ...
     def stop(self) -> None: ...
@@ -123,7 +123,7 @@ class Group:
         """Whether every rank has a process. If not, the next question starts new ones."""
         return all(seat.alive for seat in self._seats)
 
-    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
         """Send a question to all ranks and merge their answers (see `merge`).
 
         WorkerLost names the rank that died or did not answer. `deadline_s` counts from the time when all ranks are ready. If a rank
@@ -137,9 +137,9 @@ class Group:
                     self._start()
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
-                if waited or merged.get("spent") or parted(list(busy(answers).values())):
+                if waited or getattr(merged, "spent", False) or parted(list(busy(answers).values())):
                     self.end()
-                return merged
+                return merged if isinstance(merged, dict) else merged.to_json()
             except BaseException:
                 self.end()
                 raise
@@ -178,7 +178,7 @@ class Group:
             raise _not_started(lost.detail + (f": {lines[-1].strip()[:200]}" if lines and lost.how == "crashed" else "")) from None
         for rank, answer in answers.items():
             if answer:
-                raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
+                raise _not_started(f"rank {rank}: {answer.error if isinstance(answer, Failure) else answer}")
         self.started, self.start_s = self.started + self.size, self.start_s + time.monotonic() - start
 
     def end(self) -> None:
@@ -189,7 +189,7 @@ class Group:
         for seat in self._seats:
             seat.end()
 
-    def _put(self, questions: Sequence[Question | Mapping[str, Any]], deadline_s: float) -> tuple[dict[int, Answer], str]:
+    def _put(self, questions: Sequence[Question | Mapping[str, Any]], deadline_s: float) -> tuple[dict[int, OfRank], str]:
         lost = {}
         for rank, (seat, question) in enumerate(zip(self._seats, questions, strict=True)):
             try:
@@ -200,9 +200,9 @@ class Group:
             raise crashed(lost)
         return self._gather(deadline_s)
 
-    def _gather(self, deadline_s: float) -> tuple[dict[int, Answer], str]:
+    def _gather(self, deadline_s: float) -> tuple[dict[int, OfRank], str]:
         """The answers of the ranks and, if some did not answer because one has failed, what those do instead, in words."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, OfRank] = {}
         start = time.monotonic()
         end, look, patience = start + deadline_s, math.inf, math.inf
         places: dict[int, Standing] = {}
@@ -225,13 +225,13 @@ class Group:
             look = time.monotonic() + LOOK_S
         return answers, ""
 
-    def _arrived(self, silent: Mapping[int, Seat]) -> dict[int, Answer]:
+    def _arrived(self, silent: Mapping[int, Seat]) -> dict[int, OfRank]:
         """The answers that have arrived. WorkerLost names the ranks that are lost."""
         answers, lost = {}, {}
         for rank, seat in silent.items():
             try:
                 if (answer := seat.receive()) is not None:
-                    answers[rank] = answer
+                    answers[rank] = answer_of(answer)
             except WorkerLost as loss:
                 lost[rank] = loss
         if self._closed:

@@ -4,40 +4,58 @@ import collections
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from verify.process.messages import Answer
+from verify.process.messages import Answer, Failure, OfRank, Outcomes, Reaction
 from verify.process.outcome import Finding, Outcome, Verdict, rank_names
 from verify.process.reach import Reach
 
-IDLE = "this rank takes no part in the case"  # the reason in the outcome of a rank that the case does not need
+IDLE = "this rank takes no part in the case"
+Ranked = TypeVar("Ranked", bound=OfRank)
 
 
-def failed(answer: Answer) -> bool:
+def failed(answer: OfRank) -> bool:
     """Whether a rank with this answer may have left others waiting."""
-    if "outcomes" in answer:
-        return any(map(failed, answer["outcomes"]))
-    return "error" in answer or bool(answer.get("left")) or answer.get("verdict", Verdict.HOLDS) != Verdict.HOLDS
+    match answer:
+        case Outcomes():
+            return any(map(failed, answer.outcomes))
+        case Outcome():
+            return answer.verdict is not Verdict.HOLDS
+        case Reaction():
+            return answer.left
+    return isinstance(answer, Failure)
 
 
-def left(answer: Answer) -> bool:
+def left(answer: OfRank) -> bool:
     """Whether a rank with this answer may have left the case early. It has not if all its findings come from comparisons."""
-    return failed(answer) and not (answer.get("findings") and all(finding["rows"] for finding in answer["findings"]))
+    compared = isinstance(answer, Outcome) and answer.findings and all(finding.rows for finding in answer.findings)
+    return failed(answer) and not compared
 
 
-def parted(answers: Sequence[Answer]) -> bool:
+def parted(answers: Sequence[OfRank]) -> bool:
     """Whether ranks may have left a case at different places. They have not if all went to its end, or if all answers agree."""
-    if any("outcomes" in answer for answer in answers):
-        lists = [answer.get("outcomes", []) for answer in answers]
+    if any(isinstance(answer, Outcomes) for answer in answers):
+        lists = list(map(_outcomes, answers))
         return len({len(one) for one in lists}) > 1 or any(parted(run_answers) for run_answers in zip(*lists, strict=True))
-
-    def contents(answer: Answer) -> Any:
-        return [answer.get(key) for key in ("error", "verdict", "reason", "findings", "did")]
-
-    return any(map(left, answers)) and any(contents(answer) != contents(answers[0]) for answer in answers)
+    return any(map(left, answers)) and any(_contents(answer) != _contents(answers[0]) for answer in answers)
 
 
-def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
+def _outcomes(answer: OfRank) -> list[Outcome]:
+    return answer.outcomes if isinstance(answer, Outcomes) else []
+
+
+def _contents(answer: OfRank) -> Any:
+    """What must be the same on ranks that are at the same place. Findings are compared as text, since NaN is not equal to NaN."""
+    if isinstance(answer, Outcome):
+        return answer.verdict, answer.reason, _text(answer.findings)
+    return answer.did if isinstance(answer, Reaction) else answer
+
+
+def _text(findings: Sequence[Finding]) -> str:
+    return json.dumps([finding.to_json() for finding in findings])
+
+
+def merge(answers: Mapping[int, OfRank], waited: str = "") -> OfRank:
     """Merge the answers of ranks. Findings name their ranks; `waited` says what the ranks without an answer did.
 
     The verdict is BROKEN if any rank has it, and any other verdict if all ranks agree on it. Otherwise it is UNKNOWN, and the
@@ -45,26 +63,29 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
     """
     answers = dict(sorted(answers.items()))
     first = next(iter(answers.values()))
-    if any("outcomes" in answer for answer in answers.values()):
-        lists = [answer.get("outcomes", []) for answer in answers.values()]
-        whole = 0 if waited else min(map(len, lists))
-        runs = zip(*(one[:whole] for one in lists), strict=True)
-        return {
-            "outcomes": [merge(dict(zip(answers, run_answers, strict=True))) for run_answers in runs],
-            "spent": any(answer.get("spent") for answer in answers.values()),
-        }
-    if all("did" in answer for answer in answers.values()):
-        return {"did": reaction({rank: str(answer["did"]) for rank, answer in busy(answers).items()}, waited)}
-    if not any("verdict" in answer for answer in answers.values()):
-        if all(answer == first for answer in answers.values()) and not waited:
-            return first
-        text = by_rank({rank: str(answer.get("error", answer)) for rank, answer in answers.items()})
-        return {"error": "; ".join([f"ranks disagree: {text}" if len(answers) > 1 else text, *([waited] if waited else [])])}
-    outcomes = {rank: _outcome(answer) for rank, answer in busy(answers).items()}
+    if any(isinstance(answer, Outcomes) for answer in answers.values()):
+        lists = {rank: _outcomes(answer) for rank, answer in answers.items()}
+        whole = 0 if waited else min(map(len, lists.values()))
+        runs = [merge_outcomes({rank: one[place] for rank, one in lists.items()}) for place in range(whole)]
+        return Outcomes(runs, any(isinstance(answer, Outcomes) and answer.spent for answer in answers.values()))
+    reactions = {rank: answer for rank, answer in answers.items() if isinstance(answer, Reaction)}
+    if len(reactions) == len(answers):
+        return Reaction(reaction({rank: answer.did for rank, answer in busy(reactions).items()}, waited))
+    if any(isinstance(answer, Outcome) for answer in answers.values()):
+        return merge_outcomes({rank: _as_outcome(answer) for rank, answer in answers.items()}, waited)
+    if all(answer == first for answer in answers.values()) and not waited:
+        return first
+    text = by_rank({rank: _as_text(answer) for rank, answer in answers.items()})
+    return Failure("; ".join([f"ranks disagree: {text}" if len(answers) > 1 else text, *([waited] if waited else [])]))
+
+
+def merge_outcomes(every: Mapping[int, Outcome], waited: str = "") -> Outcome:
+    """Merge the outcomes of ranks (see `merge`). Those of ranks without a part in the case do not count."""
+    outcomes = busy(every)
     found: dict[str, tuple[Finding, list[int]]] = {}
     for rank, outcome in outcomes.items():
-        for finding in outcome.findings:  # compared as text, since NaN is not equal to NaN
-            found.setdefault(json.dumps(finding.to_json()), (finding, []))[1].append(rank)
+        for finding in outcome.findings:
+            found.setdefault(_text([finding]), (finding, []))[1].append(rank)
     while_waiting = f"; while {waited}" if waited else ""
     findings = [
         dataclasses.replace(finding, ranks=tuple(ranks), what=finding.what + while_waiting) for finding, ranks in found.values()
@@ -102,12 +123,12 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),
         one_by_one=dict(one_by_one),
         reach=reach,
-    ).to_json()
+    )
 
 
-def busy(answers: Mapping[int, Answer]) -> Mapping[int, Answer]:
+def busy(answers: Mapping[int, Ranked]) -> Mapping[int, Ranked]:
     """The answers of the ranks that have a part in the case, or all answers if no rank has."""
-    return {rank: answer for rank, answer in answers.items() if answer.get("reason") != IDLE} or answers
+    return {rank: answer for rank, answer in answers.items() if not getattr(answer, "idle", False)} or answers
 
 
 def reaction(did: Mapping[int, str], waited: str = "") -> str:
@@ -121,8 +142,12 @@ def reaction(did: Mapping[int, str], waited: str = "") -> str:
     return text + (f", while {waited}" if waited else "")
 
 
-def _outcome(answer: Answer) -> Outcome:
-    return Outcome.from_json(answer) if "verdict" in answer else Outcome(Verdict.UNKNOWN, reason=str(answer.get("error", answer)))
+def _as_outcome(answer: OfRank) -> Outcome:
+    return answer if isinstance(answer, Outcome) else Outcome(Verdict.UNKNOWN, reason=_as_text(answer))
+
+
+def _as_text(answer: OfRank) -> str:
+    return answer.error if isinstance(answer, Failure) else str(answer.to_json() if isinstance(answer, Answer) else answer)
 
 
 def by_rank(texts: Mapping[int, str], between: str = ": ") -> str:

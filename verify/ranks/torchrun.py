@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from verify.process.messages import Answer, Question, plain
+from verify.process.messages import Data, Question, plain
 from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, interrogate
 from verify.ranks.group import IDLE_S, Group, Meeting, Seat, environment, pause
 
@@ -106,7 +106,7 @@ class TorchrunGroup(Group):
 
 
 def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> int:
-    """Answer the leader's questions with the worker of this rank until the leader dismisses it.
+    """Data the leader's questions with the worker of this rank until the leader dismisses it.
 
     Returns the exit code: 0, or 3 if the leader or the store is gone.
     """
@@ -132,7 +132,7 @@ def _serve(worker: Worker, store: Store, rank: int) -> int:
     orders, reports, leader = _Mail(store, f"to/{rank}"), _Mail(store, f"from/{rank}"), _Silence(store, 0)
     life, running, last = 0, False, time.monotonic()
 
-    def attempt(order: Answer) -> None:
+    def attempt(order: Data) -> None:
         nonlocal life, running
         match order["do"]:
             case "launch":
@@ -175,16 +175,16 @@ class _Mail:
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name, self._next = store, name, 0
 
-    def put(self, message: Answer) -> None:
+    def put(self, message: Data) -> None:
         self._store.set(f"{self._name}/{self._next}", json.dumps(message))
         self._next += 1
 
-    def get(self) -> Answer | None:
+    def get(self) -> Data | None:
         """The next message, or None if it has not arrived."""
         key = f"{self._name}/{self._next}"
         if not self._store.check([key]):
             return None
-        message: Answer = json.loads(self._store.get(key))
+        message: Data = json.loads(self._store.get(key))
         self._store.delete_key(key)
         self._next += 1
         return message
@@ -238,7 +238,7 @@ class _Remote:
         self._gone, self._silence = _Mail(store, f"gone/{rank}"), _Silence(store, rank)
         self._running = self._left = False
         self._life, self._words = 0, ""
-        self._answer: Answer | None = None
+        self._answer: Data | None = None
         self._loss: WorkerLost | None = None
 
     @property
@@ -254,7 +254,7 @@ class _Remote:
         self._words, self._answer = "", None
         self._orders.put({"do": "ask", "question": plain(question), "deadline_s": deadline_s})
 
-    def receive(self) -> Answer | None:
+    def receive(self) -> Data | None:
         self._read_reports()
         if self._loss is not None:
             raise self._loss
