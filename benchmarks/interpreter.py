@@ -28,7 +28,7 @@ from verify.adapters.loader import load
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.line import Run
-from verify.interpreter import SEQUENTIAL, install
+from verify.interpreter import install, patches
 from verify.interpreter.internals import get, put
 
 
@@ -84,7 +84,7 @@ def measured() -> dict[tuple[str, int], Row]:
     rows: dict[tuple[str, int], Row] = collections.defaultdict(Row)
 
     def timed(how: str, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        os.environ[SEQUENTIAL] = how
+        patches.sequential = how == "sequential"
         start = time.process_time()
         plain(executor, *args, **kwargs)
         return time.process_time() - start

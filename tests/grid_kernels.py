@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 
-from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, UnknownTriton, install
+from verify.interpreter import OutOfBounds, Race, UnknownTriton, install, patches
 
 install()
 from verify.interpreter import grid, launch, memory, operations, races  # noqa: E402 - these need a patched interpreter
@@ -540,7 +540,7 @@ def numbers(count: int = 4096) -> torch.Tensor:
 
 def ran(kernel: Any, x: torch.Tensor, y: torch.Tensor, n: int, how: str, **options: Any) -> tuple[torch.Tensor, str]:
     """What a launch leaves in y, and what it raises."""
-    os.environ[SEQUENTIAL] = how
+    patches.sequential = how == "sequential"
     y = y.clone()
     try:
         kernel[(N,)](x, y, n, **options)
@@ -629,7 +629,7 @@ def check_what_cannot_run_together() -> None:
 
 
 def check_programs_that_wait_for_others_run_one_after_another() -> None:
-    os.environ[SEQUENTIAL] = "grid"
+    patches.sequential = False
     y = torch.full((N + 1,), -1.0)
     y[0] = 1
     waiting_kernel[(N,)](numbers(), y, 11)
@@ -637,7 +637,7 @@ def check_programs_that_wait_for_others_run_one_after_another() -> None:
 
 
 def check_programs_that_look_back_run_one_after_another() -> None:
-    os.environ[SEQUENTIAL] = "grid"
+    patches.sequential = False
     y = torch.full((N + 1,), -1.0)
     y[0] = 1
     looking_back_kernel[(N,)](numbers(), y, 11)
@@ -688,7 +688,7 @@ def check_the_order_of_updates() -> None:
 def check_many_lengths() -> None:
     """A loop whose programs all take another number of turns, more than Python lets calls nest."""
     x, y = torch.arange(1200.0), torch.zeros(1200)
-    os.environ[SEQUENTIAL] = "grid"
+    patches.sequential = False
     before = sum(launch.one_by_one.values())
     lengths_kernel[(1200,)](x, y)
     assert torch.equal(y, torch.arange(1200.0)), y
@@ -791,7 +791,7 @@ def check_a_programs_own_memory_is_no_race() -> None:
 
 
 def check_a_view_is_named_by_its_element() -> None:
-    os.environ[SEQUENTIAL] = "grid"
+    patches.sequential = False
     whole = torch.zeros(4, 100)
     y = whole[1:, 10:60].T  # element (i, j) of y lies at 110 + i + 100 j of the memory
     with pytest.raises(Race, match=r"^program \(0,\) and \(1,\) both write y\[2, 0\]$") as caught:

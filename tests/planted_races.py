@@ -24,7 +24,7 @@ from verify.bench.adapter_bench import AdapterBench
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.line import Run
-from verify.interpreter import SEQUENTIAL, install
+from verify.interpreter import install, patches
 
 install()
 
@@ -146,7 +146,7 @@ def difference(spec: str, line: str) -> str:
     run = min(runs, key=lambda run: abs(run.example.case.bytes - SIZE))
     bits: list[list[torch.Tensor]] = []
     for how in ("grid", "sequential"):
-        os.environ[SEQUENTIAL] = how
+        patches.sequential = how == "sequential"
         bits.append([])
         with seeing(bits[-1]):
             outcome = execute(run)

@@ -30,7 +30,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("reach", "key of a reach"): lambda: [*({*fields(definition("Reach"))} - {"lines"}), "statements"],
     ("sweep JSON", "key"): lambda: dict_keys("infeasible", "faults"),
     ("repeat JSON", "key"): lambda: {"run", "versions", *fields(definition("Outcome"))} - {"reach"},
-    ("launches JSON", "key"): lambda: {"run", "reason", *dict_keys("found", "left")},
+    ("launches JSON", "key"): lambda: {"run", *fields(definition("LaunchReport"))},
     ("zoo JSON", "key"): lambda: dict_keys("animals", "alarms"),
     ("zoo JSON", "key of an animal"): lambda: dict_keys("killed_by"),
     ("zoo JSON", "key of a law of an animal"): lambda: {*fields(definition("Cell")), "state", "held"} - {"broken", "holding"},

@@ -12,11 +12,12 @@ from properties.rules.case import Case
 from verify.adapters.base import Adapter
 from verify.bench import guards as module
 from verify.bench.adapter_bench import AdapterBench
-from verify.bench.guards import GUARD, UNPOISONED, Copies, Guards
+from verify.bench.guards import GUARD, Copies, Guards
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.interpreter import memory
+from verify.process.environment import UNPOISONED
 from verify.process.outcome import FailureKind, Verdict
 from verify.zoo import base
 from verify.zoo import wrong_reads as reads

@@ -31,6 +31,7 @@ from verify.engine.asking import ask
 from verify.execution import service
 from verify.execution.line import Run
 from verify.findings.store import Store
+from verify.process.environment import ORACLE_PROCESSES
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import interrogate
@@ -192,7 +193,7 @@ class LeavesTheLastOut(GdnLayer):
 @pytest.fixture(scope="module")
 def one() -> Iterator[RankGroup]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(oracle_process.SWITCH, "1")
+        patch.setenv(ORACLE_PROCESSES, "1")
         with RankGroup(1, deadline_s=30.0, serves="tests.test_oracle_process:answer") as group:
             yield group
 
@@ -307,7 +308,7 @@ def test_killed_oracle_changes_no_verdict(one: RankGroup) -> None:
 
 @pytest.mark.slow
 def test_broken_path_is_found_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(oracle_process.SWITCH, "1")
+    monkeypatch.setenv(ORACLE_PROCESSES, "1")
     with RankGroup(2, deadline_s=30.0, serves="tests.test_oracle_process:answer") as two:
         right, wrong = outcome(two, "Right"), outcome(two, "LeavesTheLastOut")
         assert right.verdict is Verdict.HOLDS
@@ -331,7 +332,7 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
 
 
 def test_it_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(oracle_process.SWITCH, "1")
+    monkeypatch.setenv(ORACLE_PROCESSES, "1")
     with RankGroup(1, serves="tests.test_oracle_process:answer") as group:
         pid = do(group, "process_state")["pid"]
         assert not gone([pid], 0.0)
@@ -385,9 +386,9 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, 12, 2),
         ({"LOCAL_WORLD_SIZE": "4"}, 64, 2),
         ({"LOCAL_WORLD_SIZE": "4"}, None, 0),  # not Linux
-        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "1"}, 1, 1),
-        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "3"}, 1, 3),
-        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "0"}, 64, 0),
+        ({"LOCAL_WORLD_SIZE": "4", ORACLE_PROCESSES: "1"}, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "4", ORACLE_PROCESSES: "3"}, 1, 3),
+        ({"LOCAL_WORLD_SIZE": "4", ORACLE_PROCESSES: "0"}, 64, 0),
     ],
 )
 def test_ranks_have_as_many_as_there_are_cores_left(
@@ -407,7 +408,7 @@ def test_ranks_have_as_many_as_there_are_cores_left(
 @for_each("word", ["many", "-1", "65"])
 def test_a_count_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"GDN_VERIFY_AHEAD must be .* in 0..64, got '{word}'"):
-        oracle_process.start({oracle_process.SWITCH: word})
+        oracle_process.start({ORACLE_PROCESSES: word})
 
 
 class Notes:

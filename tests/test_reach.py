@@ -30,8 +30,8 @@ from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport, reach_of
 from verify.findings.store import Store
-from verify.interpreter import SEQUENTIAL
 from verify.process import reach as reaches
+from verify.process.environment import INTERPRETER
 from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 from verify.process.worker import Worker
@@ -313,7 +313,7 @@ def ask(worker: Worker, line: str) -> Outcome:
 def test_one_program_after_another_runs_the_same_blocks(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "law=oracle adapter=tests/reach_adapters.py:UnrunBranch op=l2norm lengths=3 width=5 backward=no"
     together = ask(worker, line)
-    monkeypatch.setenv(SEQUENTIAL, "sequential")
+    monkeypatch.setenv(INTERPRETER, "sequential")
     with Worker(60.0) as other:
         alone = ask(other, line)
     assert dataclasses.replace(together.reach, lines={}) == dataclasses.replace(alone.reach, lines={})

@@ -27,6 +27,7 @@ from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.choices import NoSanitizer
+from verify.process.environment import SANITIZER_LOG, UNPOISONED
 from verify.process.messages import Outcomes, Question, Reaction, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
@@ -199,7 +200,7 @@ def test_a_sanitizer_that_is_not_there_or_failed_is_no_clean_kernel(
 
     if text is not None:
         (tmp_path / "log").write_text(text)
-    monkeypatch.setenv(sanitize.LOG, str(tmp_path / "log"))
+    monkeypatch.setenv(SANITIZER_LOG, str(tmp_path / "log"))
     sanitize._watch.cache_clear()
     with Sanitizer("synccheck", "compute-sanitizer") as sanitizer, pytest.raises(NoSanitizer) as error:
         sanitizer.prove(Here())
@@ -211,7 +212,7 @@ def test_a_sanitizer_that_is_not_there_or_failed_is_no_clean_kernel(
 def test_a_sanitizer_that_stops_working_decides_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     log.write_text("========= COMPUTE-SANITIZER\n")
-    monkeypatch.setenv(sanitize.LOG, str(log))
+    monkeypatch.setenv(SANITIZER_LOG, str(log))
     sanitize._watch.cache_clear()
     line = f"law=oracle adapter={RIGHT} lengths=3"
     assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
@@ -233,7 +234,7 @@ def test_what_it_reports_of_illegal_input_is_printed_and_not_judged(
 ) -> None:
     log = tmp_path / "log"
     log.write_text("========= COMPUTE-SANITIZER\n")
-    monkeypatch.setenv(sanitize.LOG, str(log))
+    monkeypatch.setenv(SANITIZER_LOG, str(log))
     sanitize._watch.cache_clear()
     assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
     for text, did in (
@@ -358,7 +359,7 @@ def test_uninitialised_memory_stays_so_where_the_sanitizer_looks_for_it(monkeypa
     with Sanitizer("initcheck", "compute-sanitizer") as sanitizer:
         environment = sanitizer.worker(1.0, "cpu")._environment
     assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    monkeypatch.setenv(guards.UNPOISONED, environment[guards.UNPOISONED])
+    monkeypatch.setenv(UNPOISONED, environment[UNPOISONED])
     with guards.poisoned(float("nan")):
         assert torch.empty is plain
 
@@ -369,7 +370,7 @@ def test_each_worker_has_a_log_of_its_own_and_the_folder_goes() -> None:
         words = [list(worker._under()) for worker in (first, second)]
         logs = [pathlib.Path(command[command.index("--log-file") + 1]) for command in words]
         assert logs[0] != logs[1]
-        assert logs[0] == pathlib.Path(first._environment[sanitize.LOG])
+        assert logs[0] == pathlib.Path(first._environment[SANITIZER_LOG])
         assert words[0][:3] == ["compute-sanitizer", "--tool", "racecheck"]
         assert words[0][-1] == "--"
         assert "--padding" not in words[0], "only memcheck knows it"

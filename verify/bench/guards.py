@@ -15,11 +15,11 @@ from torch import Tensor
 
 from verify.gpu import device as devices
 from verify.interpreter import memory
+from verify.process.environment import UNPOISONED
 from verify.process.outcome import FailureKind, Finding
 
 Name = TypeVar("Name", bound=Hashable)
 
-UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: memory is as the implementation leaves it, for a sanitizer
 # Elements on each side. As many bytes are a multiple of every alignment for which kernels are compiled. A tile of 64 tokens that is
 # read whole, or the next token of the same head, begins within so many elements.
 GUARD = 2**12

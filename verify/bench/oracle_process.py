@@ -24,9 +24,9 @@ from torch import Tensor
 from oracles.tolerance import bound
 from oracles.tolerance.bound import Bound
 from properties.paths.case import ParallelCase
+from verify.process.environment import ORACLE_PROCESSES
 from verify.process.stacks import Mark, mark_module
 
-SWITCH = "GDN_VERIFY_AHEAD"  # environment variable: the number of such processes a rank has; by default it depends on the cores
 MOST = 2  # with 4 or 8, two ranks on 32 cores check as many whole layers a second
 Bounds = dict[str, Bound]
 
@@ -172,16 +172,16 @@ _BEGUN: dict[Work, Callable[[], Bounds]] = {}
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
-    """Start the processes beside this one: as many as SWITCH says, or as there are cores left for each rank of this host.
+    """Start the processes beside this one: as many as ORACLE_PROCESSES says, or as there are cores left for each rank of this host.
 
     They are forked. At that time no GPU may be open, and no other thread may hold a lock that a computation needs. ValueError if
-    SWITCH is not in 0..64.
+    ORACLE_PROCESSES is not in 0..64.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0  # macOS: its BLAS does not survive a fork
-    count = environment.get(SWITCH) or str(max(0, min(MOST, cores // ranks - 1)) if ranks else 0)
+    count = environment.get(ORACLE_PROCESSES) or str(max(0, min(MOST, cores // ranks - 1)) if ranks else 0)
     if not (count.isdecimal() and int(count) <= 64):
-        raise ValueError(f"{SWITCH} must be how many processes a rank has for its oracle, in 0..64, got {count!r}")
+        raise ValueError(f"{ORACLE_PROCESSES} must be how many processes a rank has for its oracle, in 0..64, got {count!r}")
     _BESIDE[:] = [Beside() for _ in range(int(count))]
 
 

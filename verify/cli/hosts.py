@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from verify.adapters.loader import check_requirements
 from verify.engine.asking import Asked
 from verify.execution import sanitizer as sanitize
-from verify.execution.judging import DENIED
 from verify.gpu import device as devices
 from verify.gpu import policies
 from verify.process.choices import NoGpu
+from verify.process.environment import DENIED
 from verify.process.worker import Worker
 from verify.ranks.group import RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup

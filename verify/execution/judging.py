@@ -19,6 +19,7 @@ from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
+from verify.process.environment import DENIED
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
 from verify.process.stacks import unmarked
 from verify.ranks.collectives import Abandoned, Mismatch
@@ -37,9 +38,6 @@ def adapter_of(spec: str) -> AnyAdapter:
 def loaded() -> list[AnyAdapter]:
     """The adapters that this process has created."""
     return list(_LOADED.values())
-
-
-DENIED = "GDN_VERIFY_DENIED"  # environment variable of a worker: the path of a deny-list
 
 
 @contextlib.contextmanager

@@ -22,16 +22,15 @@ from collections.abc import Sequence
 
 import torch
 
-from verify.bench.guards import UNPOISONED
 from verify.gpu import device as devices
 from verify.process.choices import TOOLS, NoSanitizer
+from verify.process.environment import SANITIZER_LOG, UNPOISONED
 from verify.process.messages import Answer, Data, Outcomes, Reaction, Watched, Watching, read
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Answering, Worker, WorkerLost
 
 SANITIZER = "sanitizer"  # stands in a finding in place of an output's name
 PROGRAM = "compute-sanitizer"
-LOG = "GDN_VERIFY_SANITIZER_LOG"  # environment variable of a worker: the log file of its sanitizer
 SERVES = "verify.execution.sanitizer:answer"
 LATE_S = 0.05  # reports of a case may reach the log this long after we have waited for the device
 QUIET_S, PATIENCE_S = 0.2, 5.0  # a growing log is read once it has not grown for QUIET_S, or after PATIENCE_S
@@ -89,7 +88,7 @@ class Sanitizer:
         """A worker that runs under the tool."""
         self._count += 1
         log = pathlib.Path(self._folder.name) / f"{self._count}.log"
-        environment = {**devices.environment(device, place), **ENVIRONMENT, LOG: str(log)}
+        environment = {**devices.environment(device, place), **ENVIRONMENT, SANITIZER_LOG: str(log)}
         if self.tool == "initcheck":
             environment[UNPOISONED] = "1"
         return Worker(deadline_s, environment=environment, serves=SERVES, under=functools.partial(self._words, log))
@@ -223,7 +222,7 @@ class Watch:
 
 @functools.cache
 def _watch() -> Watch:
-    return Watch(os.environ[LOG])
+    return Watch(os.environ[SANITIZER_LOG])
 
 
 def answer(question: Data) -> Data:

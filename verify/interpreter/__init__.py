@@ -18,11 +18,10 @@ from types import ModuleType
 
 from verify.interpreter import patches
 from verify.interpreter.memory import OutOfBounds
-from verify.interpreter.patches import SEQUENTIAL, TooManyPrograms, UnknownTriton, patch
+from verify.interpreter.patches import TooManyPrograms, UnknownTriton, patch
 from verify.interpreter.races import Race
 
 __all__ = [
-    "SEQUENTIAL",
     "OutOfBounds",
     "Race",
     "TooManyPrograms",
@@ -53,8 +52,12 @@ def has_launched() -> bool:
     return patches.refused or bool(launch and launch.launches)
 
 
-def install_with_triton() -> None:
-    """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it."""
+def install_with_triton(*, sequential: bool = False) -> None:
+    """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it.
+
+    If `sequential`, the programs of a launch run one after another, and races are not found.
+    """
+    patches.sequential = sequential
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
         install()

@@ -7,7 +7,6 @@ Import this module after `install()`.
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, install
+from verify.interpreter import OutOfBounds, Race, install, patches
 
 install(tested=True)
 
@@ -258,7 +257,7 @@ def bits_of(launches: Launches, how: str) -> str:
     """A digest of what the launches write."""
     x, y = _inputs()
     z = torch.zeros(SIZE)
-    with mock.patch.dict(os.environ, {SEQUENTIAL: how}):
+    with mock.patch.object(patches, "sequential", how == APART):
         launches(x, y, z)
     return hashlib.sha256(z.numpy().tobytes()).hexdigest()[:16]
 

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import inspect
 import math
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from properties.words.sizes import MOST_ALONG_Y
-from verify.interpreter import branches, internals, operations
+from verify.interpreter import branches, internals, operations, patches
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.internals import get, put
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
-from verify.interpreter.patches import SEQUENTIAL, TooManyPrograms, UnknownTriton
+from verify.interpreter.patches import TooManyPrograms, UnknownTriton
 from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_accepted, conflicts, writes_the_same
 
 Grid = tuple[int, int, int]
@@ -177,7 +176,7 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         raise GridTooLarge(
             f"the grid of the kernel {self.fn.__name__} is ({x}, {y}, {z}), but CUDA takes at most {MOST_PROGRAMS} programs"
         )
-    if os.environ.get(SEQUENTIAL) == "sequential":
+    if patches.sequential:
         _one_by_one(self.fn, arguments, (x, y, z))
     elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values)):
         _one_by_one(self.fn, arguments, (x, y, z))

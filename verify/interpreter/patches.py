@@ -22,7 +22,7 @@ from verify.interpreter.self_test import TRITONS, trouble
 MULTIPROCESSORS = 4
 
 
-SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # an environment variable; "sequential" makes programs run one after another
+sequential = False  # whether the programs of a launch run one after another
 refusal = ""  # why this process interprets no kernel; each launch raises it
 refused = False  # whether a launch was refused
 

@@ -6,7 +6,6 @@ This module uses the standard library alone.
 DEVICES = ("cpu", "cuda")  # where kernels run
 BACKENDS = ("gloo", "nccl")  # over what ranks communicate
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")  # of NVIDIA's compute-sanitizer
-SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
 class NoGpu(Exception):

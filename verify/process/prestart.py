@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from verify.process.environment import DENIED
 from verify.process.worker import NO_GPU, Worker
 
 VERBS = ("check", "soak")
@@ -40,7 +41,7 @@ def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
 
 def _inherited() -> Inherited:
     """What a worker inherits from the process that starts it and a command may change."""
-    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")  # DENIED of verify/execution/judging.py, which imports torch
+    return list(sys.path), os.environ.get(DENIED)
 
 
 def _first_gpu() -> dict[str, str]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from verify.process import fork_server
+from verify.process.environment import INTERPRETER, OUTER_PATH
 from verify.process.fork_server import Forked, importing
 from verify.process.messages import Data, Question, plain
 from verify.process.stacks import in_implementation, innermost
@@ -32,7 +33,6 @@ START_S = 300.0
 ALONE_S = 5.0  # a worker ends itself this long after its deadline, if its supervisor has not ended it
 DUMP_S = 2.0  # how long we wait until a worker has written its stacks
 CLOSE_S = 3.0  # how long adapters may take to close before their worker is killed
-OUTER_PATH = "GDN_VERIFY_PYTHONPATH"  # the PYTHONPATH of the supervisor, which a worker gives to what an adapter starts
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
@@ -405,7 +405,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
         if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
             from verify import interpreter
 
-            interpreter.install_with_triton()
+            interpreter.install_with_triton(sequential=os.environ.get(INTERPRETER) == "sequential")
         place, _, function = serves.partition(":")
         module = importlib.import_module(place)
         answer = getattr(module, function)
