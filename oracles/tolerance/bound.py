@@ -37,6 +37,7 @@ distribution of error / allowed on right implementations.
 """
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -63,16 +64,23 @@ ORIGIN = f"{KAPPA:g} times the expected rounding error"
 _LARGE = 2**24  # numbers in a call's inputs above which a GPU, too, uses LOOKS and judges parts alone
 
 
+class Decision(enum.Enum):
+    """What a bound says of a row: it is right, it is wrong, or only more runs can tell."""
+
+    RIGHT = enum.auto()
+    WRONG = enum.auto()
+    UNDECIDED = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """The float64 truth of one tensor, and the error allowed to each of its rows.
 
-    `allowed` has the shape of `value` without the axis of a row. `finer` makes the same bound from more runs. A judge calls it
-    before it calls a row broken whose error is near the tolerance, and may name the rows in question (see `Finer`).
+    `allowed` has the shape of `value` without the axis of a row. `finer` makes the same bound from more runs. A judge needs it
+    before it calls a row broken whose error is near the tolerance (`decide`), and may name the rows in question (see `Finer`).
 
     `sure` is 1 for RUNS runs or more. A bound of fewer runs has `sure` below 1: the tolerance of RUNS runs is at least `sure` times
-    this `allowed`. If no error exceeds that product, RUNS runs would find none broken either; otherwise the judge must call
-    `finer`.
+    this `allowed`. If no error exceeds that product, RUNS runs would find none broken either; otherwise more runs are needed.
 
     An error that exceeds `allowed` by more than the factor `clear` is broken, whatever more runs would allow.
     """
@@ -87,6 +95,27 @@ class Bound:
     def settled(self) -> "Bound":
         """Return this bound if it has all RUNS runs, otherwise the finer one that has."""
         return self if self.sure == 1 or self.finer is None else self.finer().settled()
+
+    def ratios(self, error: Tensor) -> Tensor:
+        """Return each row's error as a multiple of its tolerance. NaN counts as infinite."""
+        return (error / self.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+
+    def decide(self, ratio: float, most: float = 1.0) -> Decision:
+        """Return what is known of a row whose error is `ratio` times its tolerance, if it may be `most` times the tolerance."""
+        if ratio <= (most if self.sure == 1 else self.sure):
+            return Decision.RIGHT
+        wrong = self.finer is None or (self.sure == 1 and ratio >= most * self.clear)
+        return Decision.WRONG if wrong else Decision.UNDECIDED
+
+    def refined(self, rows: Tensor) -> "Bound":
+        """Return the bound from more runs for the marked rows, which are undecided."""
+        assert self.finer is not None
+        return self.finer(rows)
+
+    def sufficient(self, error: Tensor) -> "Bound":
+        """Return this bound, or the first finer one that says of these errors what all RUNS runs say."""
+        over = self.ratios(error) > self.sure
+        return self if self.sure == 1 or self.finer is None or not bool(over.any()) else self.refined(over).sufficient(error)
 
     def at(self, *index: Any) -> "Bound":
         """Return the bound of some rows; the value and the tolerance are indexed alike."""

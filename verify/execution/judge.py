@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oracles.tolerance.bound import Bound
+from oracles.tolerance.bound import Bound, Decision
 from properties.laws.law import Pair
 from verify.process.outcome import FailureKind, Finding
 
@@ -62,7 +62,7 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
             what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
             finding = Finding(pair.name, FailureKind.SHAPE, what, port=port)
         elif isinstance(want, Bound):
-            if glance is not None and worst <= want.sure and math.isfinite(whole):
+            if glance is not None and want.decide(worst) is Decision.RIGHT and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
                 finding, rows, ratio = _row_by_row(pair, want, where, excused.get(port, 0.0))
@@ -90,7 +90,7 @@ def _changed(got: Tensor, want: Tensor | Bound, worst: float) -> bool:
     """Whether a tensor, which differed by `worst` when the law yielded it, no longer has that shape or that difference."""
     if got.shape != (want.value if isinstance(want, Bound) else want).shape:
         return True
-    if worst == 0 or (isinstance(want, Bound) and worst <= want.sure):
+    if worst == 0 or (isinstance(want, Bound) and want.decide(worst) is Decision.RIGHT):
         return False
     again = _quick_look(got, want)
     now = math.nan if again is None else again[0].item()
@@ -150,8 +150,8 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
 def _row_by_row(pair: Pair, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
-    While the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up
-    to `spared` times the tolerance need no runs beyond those.
+    If the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up to
+    `spared` times the tolerance need no runs beyond those.
     """
     wide, want = pair.got.detach().double(), bound.value
     error = _errors(pair.got, bound)
@@ -160,11 +160,7 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, spared: float) -> tuple[
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
         # our own failure, not one of the implementation
         raise ArithmeticError(f"the truth of {pair.name}, or its bound, is not finite")
-    ratio = _over(error, bound)
-    while bound.finer is not None and bound.sure < 1 and float(ratio.max()) > bound.sure:
-        bound = bound.finer(ratio > bound.sure)
-        ratio = _over(error, bound)
-    worst, ratio, bound = _examined(error, bound, max(1.0, spared))
+    worst, ratio, bound = _examined(error, bound.sufficient(error), max(1.0, spared))
     over = ratio > 1
     if not bool(over.any()):
         return None, error.numel(), float(ratio.flatten()[worst])
@@ -197,28 +193,23 @@ def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bo
 
     Returns the row that decides, each row's error over its tolerance, and the bound.
     """
-    start = _over(error, bound)
+    start = bound.ratios(error)
     ratio, allowed = start, bound.allowed
     seen = torch.zeros(ratio.shape, dtype=torch.bool, device=ratio.device)
-    while bound.finer is not None and float((left := ratio.masked_fill(seen, 0.0)).max()) > most:
+    while bound.decide(float((left := ratio.masked_fill(seen, 0.0)).max()), most) is not Decision.RIGHT:
         worst = int(left.argmax())
         row = torch.zeros_like(seen)
         row.view(-1)[worst] = True
         fine, ratios = bound, start
-        while fine.finer is not None and most < float(ratios.flatten()[worst]) < most * fine.clear:
-            fine = fine.finer(row)
-            ratios = _over(error, fine)
+        while fine.decide(float(ratios.flatten()[worst]), most) is Decision.UNDECIDED:
+            fine = fine.refined(row)
+            ratios = fine.ratios(error)
         changed = row | ((fine.allowed != bound.allowed) & ~seen)
         ratio, allowed = torch.where(changed, ratios, ratio), torch.where(changed, fine.allowed, allowed)
         if float(ratio.flatten()[worst]) > most:
             return worst, ratio, dataclasses.replace(bound, allowed=allowed)
         seen |= row
     return int(ratio.argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
-
-
-def _over(error: Tensor, bound: Bound) -> Tensor:
-    """Each error as a multiple of its tolerance. NaN counts as infinite."""
-    return (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _bit_by_bit(pair: Pair, want: Tensor, where: Where) -> tuple[Finding, int, float]:
