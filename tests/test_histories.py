@@ -21,6 +21,7 @@ from properties.words.example import Example
 from verify.adapters.fla import Chunk
 from verify.bench import adapter_bench as benches
 from verify.bench import addresses
+from verify.bench import at_once as calls_at_once
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
 from verify.engine.asking import ask_afresh
@@ -339,7 +340,7 @@ def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_af
         with pytest.raises(AdapterFault):
             list(bench.at_once([(case.inputs(), None)] * 2, streams=True))
     assert done[-2:] == ["wait"] * 2
-    benches._two_streams.cache_clear()
+    calls_at_once._two_streams.cache_clear()
 
 
 def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None:

@@ -4,55 +4,36 @@ Around every call, uninitialised memory is filled with poison, and we check that
 shapes and dtypes of the operation's contract.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from oracles.operation import DTYPES, Inputs, Operation, gradient_name, sequences
+from oracles.operation import Inputs, Operation, gradient_name
 from oracles.tolerance import bound
 from oracles.tolerance.bound import Bound, Finer
-from properties.laws.law import Cotangents, Results, one_final_state, with_one_state, with_options
+from properties.laws.law import Cotangents, Results, with_one_state, with_options
 from properties.rules.case import Case
 from verify.adapters.base import Adapter
 from verify.bench.addresses import Place
-from verify.bench.faults import AdapterFault, blamed, no_memory
+from verify.bench.answer import outputs_of
+from verify.bench.at_once import TIMES, in_threads, on_streams
+from verify.bench.faults import AdapterFault, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
+from verify.bench.placing import as_allocated, between, in_layout, shares_a_slot, takes_views, tensors_of
+from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
-from verify.process.outcome import FailureKind, Finding
+from verify.process.outcome import FailureKind
 from verify.process.stacks import Mark, marked
 from verify.reach import recorder
 
 T = TypeVar("T")
-
-
-TIMES = 3  # how often calls run at the same time
-HOLD_MS = 50.0  # for which a GPU waits, so that calls on several streams are launched before the first one runs
-
-
-class Timed:
-    """Seconds spent in the implementation and in the oracle."""
-
-    def __init__(self) -> None:
-        self.kernel_s = self.oracle_s = 0.0
-
-    @contextlib.contextmanager
-    def timed(self, account: str) -> Iterator[None]:
-        """Add the seconds spent inside to `account`: "kernel_s" or "oracle_s"."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
 
 
 class Ready(Protocol):
@@ -65,21 +46,19 @@ class Ready(Protocol):
         """The case's bounds for a class of algorithm."""
 
 
-class AdapterBench(Timed):
+class AdapterBench(Watched):
     """A Bench (properties/laws/law.py) for one adapter and one case."""
 
     def __init__(
         self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee", device: str = "cpu"
     ) -> None:
-        super().__init__()
-        self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        super().__init__(device)
+        self.adapter, self.case, self.products = adapter, case, products
         self.law_device = device  # a law creates its tensors where the results are
         self.counterpart = counterpart or adapter
         self.domain = adapter.domain
         self.says = adapter  # the adapter whose declarations a run is judged by
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
-        self.impure: list[Finding] = []
-        self.lost = ""  # why the device can no longer be used; "" if it can
         self.ready: Ready | None = None
 
     @property
@@ -177,28 +156,20 @@ class AdapterBench(Timed):
             inputs = inputs.replaced(**{name: as_allocated(x) for name, x in inputs.items() if isinstance(x, Tensor)})
             cotangents = cotangents and {name: as_allocated(x) for name, x in cotangents.items()}
         adapter = self.counterpart if counterpart else self.adapter
-        guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
-        inputs, cotangents = _between(inputs, cotangents, guards)
+        guards = Guards(tensors_of(inputs, cotangents), around=adapter.guards and not same_objects)
+        inputs, cotangents = between(inputs, cotangents, guards)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = Copies(tensors)
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
-            shared = _shares_a_slot(inputs)
-            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=shared), guards.known():
-                results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
-            for name in updated:
-                if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
-                    raise AdapterFault(
-                        name,
-                        FailureKind.NOT_IN_PLACE,
-                        "is not the tensor that was passed, although the domain declares in_place=True",
-                    )
-                results[name] = results[name].clone()
-        except AdapterFault:
-            raise
-        except Exception as error:
-            raised, self.lost = blamed(error, self.device)
-            raise raised from error
+            with self.watched(devices.default("cpu"), poisoned(poison), guards.known()):
+                with races.accepted(if_=shares_a_slot(inputs)):
+                    results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+                for name in updated:
+                    if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
+                        what = "is not the tensor that was passed, although the domain declares in_place=True"
+                        raise AdapterFault(name, FailureKind.NOT_IN_PLACE, what)
+                    results[name] = results[name].clone()
         finally:
             if not self.lost:
                 for name in updated:
@@ -216,7 +187,7 @@ class AdapterBench(Timed):
         """
         spec = self._contract(first)
         first = in_layout(first, getattr(self.domain, "layout", None))
-        first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
+        first, _ = between(first, None, Guards(tensors_of(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
             self.run(first, cotangents, same_objects=True)
@@ -224,14 +195,8 @@ class AdapterBench(Timed):
                 for name, tensor in tensors.items():
                     tensor.copy_(second[name])
             return self.run(first, cotangents, same_objects=True)
-        try:
-            with self.timed("kernel_s"), devices.default("cpu"):
-                return self._from_graph(spec, self._with_options(first, self.adapter), tensors, second)
-        except AdapterFault:
-            raise
-        except Exception as error:
-            raised, self.lost = blamed(error, self.device)
-            raise raised from error
+        with self.watched(devices.default("cpu")):
+            return self._from_graph(spec, self._with_options(first, self.adapter), tensors, second)
 
     def renew(self, first: Inputs, second: Inputs, cotangents: Cotangents) -> Results:
         """Run `first`, free its tensors, and return the results of `second` in new tensors, at the same addresses if possible.
@@ -261,21 +226,17 @@ class AdapterBench(Timed):
         """
         specs = [self._contract(inputs) for inputs, _ in calls]
         calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
-        run, warm_up = (self._on_streams, 1) if streams else (self._in_threads, 0)
         turns = [
-            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES + warm_up)]
+            [
+                functools.partial(self.call_implementation, self.adapter, spec, self._fresh(spec, inputs), cotangents)
+                for _ in range(TIMES + streams)
+            ]
             for spec, (inputs, cotangents) in zip(specs, calls, strict=True)
         ]
-        shared = any(_shares_a_slot(inputs) for inputs, _ in calls)
-        try:
-            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):
-                results = run(turns)
-                devices.settle(self.device)
-        except AdapterFault:
-            raise
-        except Exception as error:
-            raised, self.lost = blamed(error, self.device)
-            raise raised from error
+        shared = any(shares_a_slot(inputs) for inputs, _ in calls)
+        with self.watched(devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared)):
+            results = on_streams(turns, self.device) if streams else in_threads(turns)
+            devices.settle(self.device)
         yield from results
 
     def _fresh(self, spec: Operation, inputs: Inputs) -> Inputs:
@@ -283,43 +244,6 @@ class AdapterBench(Timed):
         inputs = in_layout(inputs, getattr(self.domain, "layout", None))
         updated = {port.name for port in spec.outputs} if getattr(self.domain, "in_place", False) else set()
         return inputs.replaced(**{name: x.clone() for name, x in inputs.items() if name in updated and x is not None})
-
-    @marked(Mark.IMPLEMENTATION)
-    def _in_threads(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
-        """Run the turns of every call in a thread of its own."""
-        start = threading.Barrier(len(turns))
-
-        def run(number: int) -> list[tuple[int, Results]]:
-            start.wait()
-            return [(number, self.call_implementation(*call)) for call in turns[number]]
-
-        with concurrent.futures.ThreadPoolExecutor(len(turns)) as pool:
-            return [result for results in pool.map(run, range(len(turns))) for result in results]
-
-    @marked(Mark.IMPLEMENTATION)
-    def _on_streams(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
-        """Launch the turns of every call on a CUDA stream of its own, without waiting in between.
-
-        The first turns run on the current stream, one after another: they compile, and make what an adapter keeps. Then the device
-        waits until the host has launched the others, or the kernels of a call would end before the next call is launched.
-        """
-        for first, *_ in turns:
-            self.call_implementation(*first)
-        devices.settle(self.device)
-        results: list[tuple[int, Results]] = []
-        current, streams = torch.cuda.current_stream(), _two_streams()
-        devices.hold(HOLD_MS)
-        for stream in streams:
-            stream.wait_stream(current)
-        try:
-            for calls in zip(*(later for _, *later in turns), strict=True):
-                for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
-                    with torch.cuda.stream(stream):
-                        results.append((number, self.call_implementation(*call)))
-        finally:  # after an error too: what the streams still use must not be given to others
-            for stream in streams:
-                current.wait_stream(stream)
-        return results
 
     @marked(Mark.IMPLEMENTATION)
     def _from_graph(self, spec: Operation, first: Inputs, tensors: dict[str, Tensor], second: Inputs) -> Results:
@@ -336,7 +260,7 @@ class AdapterBench(Timed):
             tensor.copy_(second[name])
         graph.replay()
         devices.settle(self.device)
-        outputs = self._outputs(answer, spec, first)
+        outputs = outputs_of(answer, spec, first, self.domain)
         return {name: output.detach().clone() for name, output in outputs.items()}
 
     def _call(
@@ -384,7 +308,7 @@ class AdapterBench(Timed):
                 leaf.requires_grad_(cotangents is not None and name not in frozen)
         with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
             answer = adapter.run(with_one_state(self.domain, inputs.replaced(**leaves)))
-        outputs = self._outputs(answer, spec, inputs)
+        outputs = outputs_of(answer, spec, inputs, self.domain)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
             return results
@@ -412,111 +336,3 @@ class AdapterBench(Timed):
                 )
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
         return results
-
-    def _outputs(self, answer: Any, spec: Operation, inputs: Inputs) -> Results:
-        """The outputs by name. AdapterFault if a type, shape or dtype breaks the contract."""
-        ports = spec.outputs
-        if isinstance(answer, Tensor) and (len(ports) == 1 or getattr(self.domain, "final_states", "each") == "none"):
-            answer = (answer, *[None] * (len(ports) - 1))
-        if not (isinstance(answer, tuple) and len(answer) == len(ports)):
-            names = ", ".join(port.name for port in ports)
-            raise AdapterFault(
-                "call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})", detail="answer"
-            )
-        sizes = _sizes(spec, inputs)
-        tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
-        outputs: Results = {}
-        for port, output in zip(ports, answer, strict=True):
-            if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
-                continue
-            shape = tuple(sizes[axis] for axis in port.axes.split())
-            one = port.name == "final_state" and inputs.get("cu_seqlens") is not None and one_final_state(self.domain)
-            missing, shape = shape[0] - 1 if one else 0, (1, *shape[1:]) if one else shape
-            dtypes = {**DTYPES, "input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}
-            dtype = dtypes.get(port.dtype, torch.float32)
-            if not isinstance(output, Tensor):
-                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
-            if tuple(output.shape) != shape:
-                raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
-            if port.dtype != "any" and output.dtype != dtype:
-                raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
-            outputs[port.name] = torch.cat([output.new_zeros(missing, *shape[1:]), output]) if missing else output
-        return outputs
-
-
-class Compiling(AdapterBench):
-    """A bench that calls the implementation only so that its kernels are compiled. Truths and tolerances are placeholders."""
-
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
-        """Zeros with tolerances of -1, which every error exceeds, so that no law gives up because its case is blind."""
-        ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
-        return {
-            name: Bound(value, torch.full(value.shape if ports[name].scalar_rows else value.shape[:-1], -1.0, device=value.device))
-            for name, value in self.truth(inputs, cotangents).items()
-        }
-
-    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
-        """Zeros in the shape of each output and gradient."""
-        spec = self._contract(inputs)
-        sizes = _sizes(spec, inputs)
-        ports = [*spec.outputs, *(spec.gradients() if cotangents is not None else ())]
-        device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
-        shapes = {
-            port.name: [sizes[axis] for axis in port.axes.split()] for port in ports if set(port.axes.split()) <= sizes.keys()
-        }
-        return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
-
-
-def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
-    """The length of every axis of a call's outputs."""
-    sizes = spec.sizes(inputs)
-    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
-    sizes["N"] = len(sequences(inputs, tokens))
-    if (layer := inputs.get("layer")) is not None:
-        sizes["K"] = layer.key_dim  # no input has this axis if there is no initial state
-    return sizes
-
-
-def _tensors(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
-    """The tensors of a call by name, for findings about the memory around them."""
-    named = {f"input {name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
-    return named | {f"cotangent of {name}": x for name, x in (cotangents or {}).items()}
-
-
-def _between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[Inputs, Cotangents]:
-    """The call with its tensors between guards."""
-    there = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
-    return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
-
-
-def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
-    """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
-    if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
-        return inputs
-    return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
-
-
-def takes_views(domain: Any) -> bool:
-    """Whether the domain promises that inputs may have any strides and begin anywhere in memory."""
-    return bool(getattr(getattr(domain, "rule", domain), "views", True))
-
-
-def as_allocated(x: Tensor) -> Tensor:
-    """The tensor as an allocator makes one: contiguous, or with its last two axes swapped, from a multiple of 16 bytes on.
-
-    A tensor that is so already is returned itself.
-    """
-    contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
-    return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def _two_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The two streams of this process. Torch's allocator keeps memory for every stream that ever was."""
-    return torch.cuda.Stream(), torch.cuda.Stream()
-
-
-def _shares_a_slot(inputs: Inputs) -> bool:
-    """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
-    slots, padding = inputs.get("slots"), inputs.get("padding")
-    return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1

@@ -36,15 +36,15 @@ def no_memory(error: BaseException) -> bool:
     )
 
 
-def blamed(error: Exception, device: str) -> tuple[Exception, str]:
+def blamed(error: Exception, device: str, output: str = "call") -> tuple[Exception, str]:
     """The exception to raise for an exception of the implementation, and why the device is lost, or "".
 
-    The exception is AdapterFault, OutOfMemory, UnknownTriton or Unavailable.
+    The exception is AdapterFault about `output`, OutOfMemory, UnknownTriton or Unavailable.
     """
     if no_memory(error):
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
-        return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
+        return AdapterFault(output, FailureKind.RACE, f"race: {error}", error.place), ""
     if isinstance(error, TooManyPrograms):
         return Unavailable(str(error)), ""
     if isinstance(error, UnknownTriton | Unavailable):
@@ -55,9 +55,9 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
         return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
-        return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
+        return AdapterFault(output, FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
     name = type(error).__name__
-    return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
+    return AdapterFault(output, FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
 
 
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")

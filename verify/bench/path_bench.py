@@ -20,36 +20,26 @@ from properties.paths.case import CHOICES, ParallelCase
 from properties.paths.illegal import CHANGES, JUDGED, IllegalLayout
 from verify.adapters.base import PathAdapter
 from verify.bench import addresses, oracle_process
-from verify.bench.adapter_bench import Timed
-from verify.bench.faults import AdapterFault, blamed
+from verify.bench.faults import AdapterFault
 from verify.bench.guards import Copies, Guards, changed
 from verify.bench.places import indices
+from verify.bench.shared_calls import PARAMETERS, SharedCall, shared_call
+from verify.bench.watched import Watched
 from verify.gpu import device as devices
-from verify.process.outcome import FailureKind, Finding
+from verify.process.outcome import FailureKind
 from verify.process.stacks import Mark, marked
-from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place
+from verify.ranks.collectives import Alone, Comm, Distributed, Mismatch, Place
 from verify.reach import recorder
 
-# The layer's parameters: the names of the oracle's inputs, and their names in oracles/sharding.py.
-PARAMETERS = {
-    "in_proj": "in_proj.weight",
-    "conv": "conv.weight",
-    "conv_bias": "conv.bias",
-    "A_log": "A_log",
-    "dt_bias": "dt_bias",
-    "norm": "norm.weight",
-    "out_proj": "out_proj.weight",
-}
 T = TypeVar("T")
 OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
-SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has the whole tensor, and the gradient is the sum over ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A rank's part of a call: what the adapter gets, the tensors in it that may have a gradient, and the output's cotangent."""
 
-    case: ParallelCase
+    shared: SharedCall
     place: Place
     arguments: Inputs
     leaves: Results
@@ -73,20 +63,18 @@ def _output(case: ParallelCase) -> str:
     return next(port.name for port in case.spec.outputs)
 
 
-class RankBench(Timed):
+class RankBench(Watched):
     """A PathBench (properties/paths/laws.py) for one adapter, one case and one rank."""
 
     def __init__(
         self, adapter: PathAdapter, case: ParallelCase, place: Place, bounds: Callable[[], dict[str, Bound]], device: str = "cpu"
     ) -> None:
-        super().__init__()
+        super().__init__(device)
         self.adapter, self.case, self.place = adapter, case, place
-        self.domain, self.rank = adapter.domain, place.rank
-        self.impure: list[Finding] = []
-        self._bounds, self.device = bounds, device
+        self.domain, self.rank, self.shared = adapter.domain, place.rank, shared_call(case)
+        self._bounds = bounds
         # The whole call, its bounds and all comparisons are on the CPU. Only a rank's own part of the computation is on the device.
         self.law_device = "cpu"
-        self.lost = ""  # why the device can no longer be used; "" if it can
 
     def bounds(self) -> Mapping[str, Bound]:
         """The bounds of the case. They are waited for when the first one is read, so that the path can run before."""
@@ -132,10 +120,11 @@ class RankBench(Timed):
         put: Callable[[str, Tensor], Tensor] | None = None,
     ) -> "_Call":
         """A rank's part of a call. `put` chooses where its tensors lie; without it, they lie between guards."""
-        tensors, others = self._cut(case, place.rank, inputs)
+        shared = shared_call(case)
+        tensors, others = shared.cut(place.rank, inputs)
         around = self.adapter.guards and put is None
         graded = cotangents is not None
-        directions = {} if cotangents is None else {"": self._tokens(case, place.rank, cotangents[_output(case)]).to(self.device)}
+        directions = {} if cotangents is None else {"": shared.tokens(cotangents[_output(case)], place.rank).to(self.device)}
         moved = {name: x.to(self.device) for name, x in tensors.items()}
         if put is not None:
             moved = {name: put(name, x) for name, x in moved.items()}
@@ -145,17 +134,17 @@ class RankBench(Timed):
             for name, x in guards.tensors.items()
             if name
         }
-        arguments = self._call(case, leaves, others)
+        arguments = self._arguments(shared, leaves, others)
         offsets = {name: arguments[name] for name in OFFSETS if arguments[name] is not None}
         if put is not None:
             offsets = {name: put(name, x) for name, x in offsets.items()}
         offset_guards = Guards(offsets, around=around)
         arguments = arguments.replaced(**offset_guards.tensors)
-        return _Call(case, place, arguments, leaves, guards.tensors.get(""), (guards, offset_guards), graded)
+        return _Call(shared, place, arguments, leaves, guards.tensors.get(""), (guards, offset_guards), graded)
 
     def _results(self, call: "_Call") -> Results:
         """This rank's part of the outputs and the gradients of a call."""
-        output, place, leaves = _output(call.case), call.place, call.leaves
+        output, place, leaves = _output(call.shared.case), call.place, call.leaves
         copies = Copies(leaves)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
@@ -163,7 +152,7 @@ class RankBench(Timed):
                 return self._step(call)
             with recorder.arguments(self.adapter):
                 y = self.adapter.run(call.arguments, place)
-            checked = self._checked(y, call.case, leaves[self._carrier], output)
+            checked = self._checked(y, call)
             if call.direction is None or not call.graded:
                 return checked, []
             return checked, self._backward(y, call.direction, list(leaves.values()))
@@ -177,8 +166,8 @@ class RankBench(Timed):
             self.impure.append(changed(f"memory around {name or f'd{output}'}", "memory"))
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            results[gradient_name(name)] = whole if self.domain.steps else self._added(name, whole, place, call.case)
-        return {name: self._as_oracle(name, x, call.case).cpu() for name, x in results.items()}
+            results[gradient_name(name)] = whole if self.domain.steps else call.shared.summed(name, whole, place)
+        return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
 
     def _step(self, call: "_Call") -> tuple[Tensor, list[Tensor | None]]:
         """The output and the gradients of a training step of the path. AdapterFault if one has a wrong shape."""
@@ -190,65 +179,27 @@ class RankBench(Timed):
             if gradient is not None and gradient.shape != call.leaves[name].shape:
                 what = f"has shape {tuple(gradient.shape)}, must have {tuple(call.leaves[name].shape)}"
                 raise AdapterFault(gradient_name(name), FailureKind.SHAPE, what)
-        return self._checked(y, call.case, call.leaves[self._carrier], _output(call.case)), list(named.values())
+        return self._checked(y, call), list(named.values())
 
-    @property
-    def _carrier(self) -> str:
-        """The input whose tokens are those of the output."""
-        return {"gdn_layer": "hidden", "causal_conv1d": "x"}.get(self.case.operation, "v")
-
-    def _cut(self, case: ParallelCase, rank: Rank, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
-        """A rank's part of the inputs: the tensors that may have a gradient, and everything else."""
-        tensors, others = {}, {}
-        for name, x in inputs.items():
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                others[name] = x
-            elif name in PARAMETERS and case.operation == "gdn_layer":
-                tensors[name] = sharding.shard(case.layer, PARAMETERS[name], x, rank, AT_REST).value
-            elif name in SHARED_ALIKE and case.operation == "causal_conv1d":
-                tensors[name] = x.clone()
-            else:
-                tensors[name] = self._tokens(case, rank, x)
-        return tensors, others
-
-    def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
-        """A rank's tokens of x [B, T, ...], as [B, tokens, ...], or as [tokens, B, ...] for a layer."""
-        local = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
-        return local.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else local
-
-    def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
+    def _arguments(self, shared: SharedCall, leaves: Results, others: dict[str, Any]) -> Inputs:
+        """What the adapter gets."""
+        case = shared.case
         arguments: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
         real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
         arguments |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
-        if case.operation == "gdn_layer":
-            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic", "recompute")}
-            arguments["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
-        return Inputs(**arguments)
+        return Inputs(**{**arguments, **shared.arguments(leaves)})
 
     @marked(Mark.IMPLEMENTATION)
     def call_implementation(self, call: Callable[[], T]) -> T:
-        """Call the path and return its result. An exception becomes AdapterFault or OutOfMemory.
+        """Call the path and return its result (see `watched`)."""
+        with self.watched(recorder.launches()):
+            result = call()
+            devices.settle(self.device)
+        return result
 
-        Abandoned, which says that another rank raised, passes through.
-        """
-        try:
-            with self.timed("kernel_s"), recorder.launches():
-                result = call()
-                devices.settle(self.device)
-                return result
-        except (AdapterFault, Abandoned):
-            raise
-        except Mismatch as error:
-            raise AdapterFault("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}") from error
-        except Exception as error:
-            raised, self.lost = blamed(error, self.device)
-            raise raised from error
-
-    def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
+    def _checked(self, y: Tensor, call: "_Call") -> Tensor:
         """The output, detached. AdapterFault if its type, shape or dtype breaks the contract."""
-        shape = tuple(like.shape)
-        if case.operation in ("kda", "gated_delta_rule"):
-            shape = (*like.shape[:2], case.value_heads, case.value_dim)
+        case, name, shape = call.shared.case, _output(call.shared.case), tuple(call.leaves[call.shared.carrier].shape)
         if not isinstance(y, Tensor):
             raise AdapterFault(name, FailureKind.TYPE, f"is {type(y).__name__}, must be a tensor")
         if tuple(y.shape) != shape:
@@ -266,30 +217,8 @@ class RankBench(Timed):
             return [None] * len(leaves)
         return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
 
-    def _added(self, name: str, gradient: Tensor, place: Place, case: ParallelCase) -> Tensor:
-        """A parameter's gradient, added in float32 over the ranks that share the parameter."""
-        axes: tuple[str, ...] = ()
-        if case.operation == "gdn_layer" and name in PARAMETERS:
-            axes = sharding.parameters(case.layer)[PARAMETERS[name]].gradient_sum
-        elif case.operation == "causal_conv1d" and name in SHARED_ALIKE:
-            axes = ("cp",)
-        total = gradient.float()
-        for axis in axes:
-            total = getattr(place, axis).all_reduce(total)
-        return total.to(gradient.dtype)
-
-    def _as_oracle(self, name: str, x: Tensor, case: ParallelCase) -> Tensor:
-        """A layer's y or dhidden [tokens, B, D] as [B, tokens, D]; other results unchanged."""
-        return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
-
     def part(self, name: str) -> tuple[int, Tensor] | None:
-        input_name = name.removeprefix("d") if name not in PARAMETERS else name
-        if self.case.operation == "gdn_layer" and input_name in PARAMETERS:
-            about = sharding.parameters(self.case.layer)[PARAMETERS[input_name]]
-            return about.axis, sharding.rows(self.case.layer, about.name, self.rank, AT_REST)
-        if self.case.operation == "causal_conv1d" and input_name in SHARED_ALIKE:
-            return None
-        return 1, sharding.tokens(self.case.tokens_of_ranks(), self.rank, sequence_parallel=self.case.sp)
+        return self.shared.rows(name, self.rank)
 
     def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
         lengths = list(self.case.padded) if self.case.packed else None
@@ -330,10 +259,11 @@ class RankBench(Timed):
 
     def attempt(self, case: ParallelCase, wrong: IllegalLayout) -> None:
         """Call the path with an illegal layout in place of that of the case, and drop what it returns."""
-        tensors, others = self._cut(case, self.rank, case.inputs())
+        shared = shared_call(case)
+        tensors, others = shared.cut(self.rank, case.inputs())
         if wrong.is_longer(self.rank):
-            tensors = {name: self._longer(case, name, x) for name, x in tensors.items()}
-        arguments = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+            tensors = {name: shared.longer(name, x) for name, x in tensors.items()}
+        arguments = self._arguments(shared, {name: x.to(self.device) for name, x in tensors.items()}, others)
         if wrong.heads:
             layer = dataclasses.replace(case.layer, heads=wrong.heads, value_heads=2 * wrong.heads)
             arguments = arguments.replaced(layer=layer)
@@ -341,14 +271,6 @@ class RankBench(Timed):
             offsets = torch.tensor(wrong.offsets(), dtype=getattr(torch, case.offsets), device=self.device)
             arguments = arguments.replaced(cu_seqlens=offsets)
         self.call_implementation(lambda: self.adapter.run(arguments, self.place))
-
-    def _longer(self, case: ParallelCase, name: str, x: Tensor) -> Tensor:
-        """A tensor of this rank with its first token twice, or with a token of zeros if it has none."""
-        if name in (PARAMETERS if case.operation == "gdn_layer" else SHARED_ALIKE):
-            return x
-        axis = 0 if case.operation == "gdn_layer" else 1
-        token = x.narrow(axis, 0, 1) if x.shape[axis] else x.new_zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
-        return torch.cat([token, x], axis)
 
     def from_every_rank(self, word: str) -> list[str]:
         codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)

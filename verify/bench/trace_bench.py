@@ -18,13 +18,13 @@ from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.play import Slot
 from verify.adapters.base import Engine, TraceAdapter
-from verify.bench.adapter_bench import Timed
-from verify.bench.faults import AdapterFault, blamed
+from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import indices
+from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
-from verify.process.outcome import FailureKind, Finding
+from verify.process.outcome import FailureKind
 from verify.process.stacks import Mark, marked
 from verify.reach import recorder
 
@@ -36,18 +36,16 @@ AXES = {
 }
 
 
-class TraceBench(Timed):
+class TraceBench(Watched):
     """A TraceBench (properties/traces/play.py) for one adapter and one case."""
 
     def __init__(self, adapter: TraceAdapter, case: TraceCase, products: str = "ieee", device: str = "cpu") -> None:
-        super().__init__()
-        self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        super().__init__(device)
+        self.adapter, self.case, self.products = adapter, case, products
         self.law_device = "cpu"  # laws compare copies
         self.domain: TraceDomain = adapter.domain
         self.declared: Mapping[str, Any] = MappingProxyType({})
-        self.impure: list[Finding] = []
         self.padding_rows = 0  # of the last batch, if they have a slot
-        self.lost = ""  # why the device can no longer be used; "" if it can
 
     def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
         """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype.
@@ -83,23 +81,12 @@ class TraceBench(Timed):
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
 
     def call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
-        """Call the engine. AdapterFault, OutOfMemory, UnknownTriton or Unavailable if it raises."""
-        try:
-            shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
-            guards = (devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared), recorder.launches())
-            with self.timed("kernel_s"), contextlib.ExitStack() as stack:
-                for guard in guards:
-                    stack.enter_context(guard)
-                answer = self.call_engine(method, *args, **options)
-                devices.settle(self.device)
-        except AdapterFault:
-            raise
-        except Exception as error:
-            raised, self.lost = blamed(error, self.device)
-            if isinstance(raised, AdapterFault):
-                finding = dataclasses.replace(raised.finding, output=name, port=name)
-                raised.finding = finding
-            raise raised from error
+        """Call the engine (see `watched`)."""
+        shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
+        contexts = (devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared), recorder.launches())
+        with self.watched(*contexts, output=name):
+            answer = self.call_engine(method, *args, **options)
+            devices.settle(self.device)
         return answer
 
     @marked(Mark.IMPLEMENTATION)

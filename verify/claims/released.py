@@ -24,7 +24,8 @@ from properties.paths.case import ParallelCase
 from verify.adapters.base import PathAdapter
 from verify.adapters.megatron import PLACES, MegatronLayer
 from verify.bench.faults import short
-from verify.bench.path_bench import PARAMETERS, RankBench, place_of
+from verify.bench.path_bench import RankBench, place_of
+from verify.bench.shared_calls import PARAMETERS
 from verify.claims.contest import Contest, Form, Tensors, agreement, allocated_bytes, saved_bytes
 from verify.claims.formula import HALVES, formula_in, terms
 from verify.claims.timing import Call, Clock, clock_of, greatest, own_device

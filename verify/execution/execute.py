@@ -15,8 +15,9 @@ from properties.pools.domain import PoolDomain
 from properties.rules.numbers import NORM_EPS
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
-from verify.bench.adapter_bench import AdapterBench, Compiling, Ready
+from verify.bench.adapter_bench import AdapterBench, Ready
 from verify.bench.call_bench import CallBench
+from verify.bench.compiling import Compiling
 from verify.bench.faults import NoRoom
 from verify.bench.places import where
 from verify.execution.judge import NOTHING

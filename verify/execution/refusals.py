@@ -15,9 +15,9 @@ from properties.traces.events import Step
 from properties.traces.play import advance
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
-from verify.bench.adapter_bench import in_layout
 from verify.bench.faults import AdapterFault
 from verify.bench.path_bench import RankBench, place_of
+from verify.bench.placing import in_layout
 from verify.bench.trace_bench import TraceBench
 from verify.gpu import device as devices
 from verify.process.outcome import FailureKind

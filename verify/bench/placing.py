@@ -1,0 +1,49 @@
+"""Where the tensors of a call lie in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.laws.law import Cotangents
+from verify.bench.guards import Guards
+
+
+def tensors_of(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
+    """The tensors of a call by name, for findings about the memory around them."""
+    named = {f"input {name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return named | {f"cotangent of {name}": x for name, x in (cotangents or {}).items()}
+
+
+def between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[Inputs, Cotangents]:
+    """The call with its tensors between guards."""
+    there = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
+    return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
+
+
+def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
+    """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
+    if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
+        return inputs
+    return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
+
+
+def takes_views(domain: Any) -> bool:
+    """Whether the domain promises that inputs may have any strides and begin anywhere in memory."""
+    return bool(getattr(getattr(domain, "rule", domain), "views", True))
+
+
+def as_allocated(x: Tensor) -> Tensor:
+    """The tensor as an allocator makes one: contiguous, or with its last two axes swapped, from a multiple of 16 bytes on.
+
+    A tensor that is so already is returned itself.
+    """
+    contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
+    return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def shares_a_slot(inputs: Inputs) -> bool:
+    """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
+    slots, padding = inputs.get("slots"), inputs.get("padding")
+    return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1
