@@ -25,14 +25,14 @@ from properties.paths.case import ParallelCase  # noqa: E402
 from properties.paths.domain import PathDomain, with_forms  # noqa: E402
 from properties.paths.laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
 from properties.words.example import Example  # noqa: E402
-from verify.engine.asking import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
+from verify.engine.asking import BATCH, TRUTHS, ask, ask_all, describe  # noqa: E402
 from verify.engine.drawing import batches, seeded  # noqa: E402
 from verify.execution.line import Run  # noqa: E402
 from verify.findings.store import Store  # noqa: E402
 from verify.process.choices import BACKENDS  # noqa: E402
 from verify.process.outcome import Outcome, Verdict  # noqa: E402
 from verify.process.worker import Worker  # noqa: E402
-from verify.ranks.group import RankGroup  # noqa: E402
+from verify.ranks.group import Answering, RankGroup  # noqa: E402
 
 WARM = 32
 EXCHANGES = 6  # times as many cases of exchanges as of layers, in the warm-up too: otherwise they take about a second
@@ -61,7 +61,7 @@ def main() -> int:
         "simulate": options.simulate,
         "seed": options.seed,
     }
-    group: Asked = RankGroup(options.ranks, backend) if options.ranks else Worker()
+    group: Answering = RankGroup(options.ranks, backend) if options.ranks else Worker()
     device = torch.cuda.get_device_name() if backend == "nccl" else "CPU"
     print(
         f"torch {torch.__version__}, {device}, " + (f"{options.ranks} ranks over {backend}" if options.ranks else "ranks simulated")
@@ -129,7 +129,7 @@ def rate(
     fixed: dict[str, Any],
     run_of: RunOf,
     options: argparse.Namespace,
-    group: Asked,
+    group: Answering,
     store: Store,
     times: int = 1,
 ) -> dict[str, float]:
@@ -157,7 +157,7 @@ def rate(
 
 
 def soundness(
-    domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store, report: dict[str, Any]
+    domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Answering, store: Store, report: dict[str, Any]
 ) -> int:
     """Run every law that the adapter supports. Returns the number of false alarms."""
     laws = [law for law in options.law or PATH_LAWS if PATH_LAWS[law].needs(domain) is None]

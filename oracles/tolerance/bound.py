@@ -275,13 +275,13 @@ class _Looks:
     def _look(self, look: int, part: Part) -> tuple[Part, dict[str, Bound]]:
         """Take a look at a part that contains `part`, or reuse one; return that part and its bounds."""
         results, count = self.results[look], self.counts[look]
-        if (there := next((other for other in results if other.has(part)), None)) is None:
+        if (known := next((other for other in results if other.has(part)), None)) is None:
             total = RUNS if count <= RUNS else MORE[-1]
-            there = self._cheapest(part, total, count)
-            results[there] = self._disturbed(there, total).bounds(count)
+            known = self._cheapest(part, total, count)
+            results[known] = self._disturbed(known, total).bounds(count)
             if count == total:  # no later look needs more of these runs
-                del self.runs[there, total]
-        return there, results[there]
+                del self.runs[known, total]
+        return known, results[known]
 
     def _cheapest(self, part: Part, total: int, count: int) -> Part:
         """Return `part`, or a larger part that is cheaper because an earlier look has computed some of its runs."""

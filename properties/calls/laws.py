@@ -38,9 +38,9 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
     later = with_others(case).inputs()
     changed = {name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
-    there = inputs.replaced(**changed)
-    got, past = bench.run(there, None), place < at
-    want = bench.run(inputs, None) if bench.domain.isolated else _both(bench, inputs, there, None)
+    changed_inputs = inputs.replaced(**changed)
+    got, past = bench.run(changed_inputs, None), place < at
+    want = bench.run(inputs, None) if bench.domain.isolated else _both(bench, inputs, changed_inputs, None)
     for name, x in got.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:
             yield Pair(name, f"before token {at}", x[past], _part(want[name], past))
@@ -57,9 +57,9 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
     for name in (*present(spec, inputs, "B", "T"), *present(spec, inputs, "N")):
         rows = _others(example, axes_of(spec, name))
         mixed[name] = torch.where(spread(rows, inputs[name], 0), inputs[name], other[name])
-    there = inputs.replaced(**mixed)
-    bounds = _both(bench, inputs, there, cotangents)
-    for name, got in bench.run(there, cotangents).items():
+    mixed_inputs = inputs.replaced(**mixed)
+    bounds = _both(bench, inputs, mixed_inputs, cotangents)
+    for name, got in bench.run(mixed_inputs, cotangents).items():
         axes = axes_of(spec, name)
         if axes[0] in "BN":
             rows = _others(example, axes)

@@ -411,11 +411,11 @@ def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[
             return x.flatten(0, 1)[tokens].reshape(*shape, *x.shape[2:])
         return x[index] if axes[0] == "N" else x
 
-    there = inputs.replaced(**{name: part(name, inputs[name]) for name in present(case.spec, inputs)})
+    selected = inputs.replaced(**{name: part(name, inputs[name]) for name in present(case.spec, inputs)})
     if inputs.cu_seqlens is not None:
         ends = torch.tensor([0, *(case.lengths[row] for row in rows)]).cumsum(0)
-        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
-    return there, None if cotangents is None else {name: part(name, x) for name, x in cotangents.items()}
+        selected = selected.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return selected, None if cotangents is None else {name: part(name, x) for name, x in cotangents.items()}
 
 
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -320,11 +320,11 @@ def reordered(
                 x = x.index_select(axis, order(x.shape[axis]))
         return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
 
-    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
+    reordered_inputs = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
     if inputs.cu_seqlens is not None and rows is not None:
         ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
-        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
-    return there, None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}, moved
+        reordered_inputs = reordered_inputs.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return reordered_inputs, None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}, moved
 
 
 def _but_one(states: Tensor, row: int) -> Tensor:

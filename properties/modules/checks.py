@@ -66,8 +66,8 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
     if cotangents is not None and "final_state" in cotangents:  # gradients from the final state do not depend on the weight
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
     once = bench.run(inputs, cotangents)
-    there = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
-    for name, got in bench.run(there, cotangents).items():
+    changed_inputs = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
+    for name, got in bench.run(changed_inputs, cotangents).items():
         yield Pair(name, f"with {example.variant} times -2", got, once[name] if name in same else -2 * once[name])
 
 
@@ -153,10 +153,10 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
         case.operation, ("H", "HV")
     )
     rows = rolled(len(case.lengths)) if case.operation in CONV else None
-    there, turned, moved = reordered(case, inputs, cotangents, dict.fromkeys(letters, rolled), rows)
-    bounds = bench.bounds(there, turned)
+    permuted_inputs, turned, moved = reordered(case, inputs, cotangents, dict.fromkeys(letters, rolled), rows)
+    bounds = bench.bounds(permuted_inputs, turned)
     once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
-    for name, got in bench.run(there, turned).items():
+    for name, got in bench.run(permuted_inputs, turned).items():
         of_tokens = axes_of(case.spec, name)[0] in ("B", "N")
         yield Pair(name, "permuted", got, moved(name, once[name]) if once and of_tokens else bounds[name])
 
@@ -171,10 +171,10 @@ def repeated(bench: Bench, example: Example) -> Iterator[Pair]:
     def repeat(x: Tensor) -> Tensor:
         return x.repeat_interleave(2, dim=2)
 
-    there = inputs.replaced(x=repeat(inputs.x))
+    repeated_inputs = inputs.replaced(x=repeat(inputs.x))
     turned = None if cotangents is None else {name: repeat(x) for name, x in cotangents.items()}
-    bounds = bench.bounds(there, turned)
+    bounds = bench.bounds(repeated_inputs, turned)
     once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
-    for name, got in bench.run(there, turned).items():
+    for name, got in bench.run(repeated_inputs, turned).items():
         want: Tensor | Bound = repeat(once[name]) if once else bounds[name]
         yield Pair(name, "of heads repeated", got, want)

@@ -159,20 +159,20 @@ def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
 
 
 def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
-    case, there = example.case, example.variant or ""
-    here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
+    case, target = example.case, example.variant or ""
+    source, sections = ("tokens", _sections(case)[0]) if target == "heads" else ("heads", _sections(case)[1])
     tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
-    got, gradient = bench.move(tags[here], sections, there, back[there])
-    yield Pair("from", f"{here} to {there}", got, tags[there])
-    yield Pair("gradient", f"from {there} to {here}", gradient, back[here])
+    got, gradient = bench.move(tags[source], sections, target, back[target])
+    yield Pair("from", f"{source} to {target}", got, tags[target])
+    yield Pair("gradient", f"from {target} to {source}", gradient, back[source])
 
 
 def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for sections in _sections(case):
         tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
-        there, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
-        got, gradient = bench.move(there, sections, "tokens", back["tokens"])
+        by_heads, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
+        got, gradient = bench.move(by_heads, sections, "tokens", back["tokens"])
         _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
         yield Pair(str(len(sections)), "sections there and back", got, tags["tokens"])
         yield Pair("gradient", f"of {len(sections)} sections there and back", gradient, back["tokens"])
@@ -181,15 +181,15 @@ def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
 def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for direction, sections in zip(("heads", "tokens"), _sections(case), strict=True):
-        here, there = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
+        source, target = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
         tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
         ways = {
-            form: bench.move(tags[here], sections, direction, back[there], thd_all_to_all=form)
+            form: bench.move(tags[source], sections, direction, back[target], thd_all_to_all=form)
             for form in ("per_sequence", "fused")
         }
         (once, gradient), (fused, fused_gradient) = ways["per_sequence"], ways["fused"]
-        yield Pair("fused", f"to {there}", fused, once)
-        yield Pair("gradient", f"of fused to {there}", fused_gradient, gradient)
+        yield Pair("fused", f"to {target}", fused, once)
+        yield Pair("gradient", f"of fused to {target}", fused_gradient, gradient)
 
 
 def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:

@@ -179,17 +179,17 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
     first = int(case.padding_slot == "0")
     goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # the new slot of each state
     slots = inputs.slots.long()
-    there = inputs.replaced(
+    moved_inputs = inputs.replaced(
         pool=torch.empty_like(inputs.pool).index_copy(0, goes, inputs.pool),
         slots=torch.where(slots == inputs.padding, slots, goes[slots.clamp(min=0)]).to(inputs.slots.dtype),
     )
-    got = bench.run(there, None)
+    got = bench.run(moved_inputs, None)
     if bench.domain.rule.position_independent:
         back = {"o": got["o"], "pool": got["pool"].index_select(0, goes)}
         yield from equal(back, bench.run(inputs, None), meant, "in other slots")
     else:
         meant["pool"] = torch.zeros_like(meant["pool"]).index_copy(0, goes, meant["pool"])
-        yield from judged(got, bench.bounds(there, None), meant, "in other slots")
+        yield from judged(got, bench.bounds(moved_inputs, None), meant, "in other slots")
 
 
 def _requests(bench: Bench, example: Example) -> Iterator[Pair]:

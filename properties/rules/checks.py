@@ -191,14 +191,16 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     values = torch.arange(case.value_heads).reshape(case.heads, group).roll(1, 0).flatten()
     states = one_initial_state(bench.domain) or one_final_state(bench.domain)
     rows = torch.arange(len(case.lengths)).roll(0 if case.packed and states else 1)  # the first and last sequences stay
-    there, turned, moved = reordered(case, inputs, cotangents, {"H": lambda heads: keys, "HV": lambda heads: values}, rows)
-    got = bench.run(there, turned)
+    permuted_inputs, turned, moved = reordered(
+        case, inputs, cotangents, {"H": lambda heads: keys, "HV": lambda heads: values}, rows
+    )
+    got = bench.run(permuted_inputs, turned)
     if bench.domain.position_independent:
         once = bench.run(inputs, cotangents)
         for name, value in got.items():
             yield Pair(name, "permuted", value, moved(name, once[name]))
     else:
-        yield from pairs_of(got, bench.bounds(there, turned), "permuted")
+        yield from pairs_of(got, bench.bounds(permuted_inputs, turned), "permuted")
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -246,8 +246,8 @@ class _Builder:
         row %= len(self.case.lengths)
 
         def tensor(*whole: Tensor) -> Tensor:
-            there = (torch.arange(len(self.case.lengths), device=self.device) == row) & (which != "none")
-            return states.tensor(*whole) * there.view(-1, 1, 1, 1)
+            has_state = (torch.arange(len(self.case.lengths), device=self.device) == row) & (which != "none")
+            return states.tensor(*whole) * has_state.view(-1, 1, 1, 1)
 
         return _Recipe(states.draws, tensor)
 

@@ -83,8 +83,8 @@ class Beside:
         with contextlib.suppress(OSError):  # the process is gone, which reading its answer will show
             os.write(self._to, (json.dumps(asked) + "\n").encode())
         here = functools.cache(work.bounds)
-        there = functools.partial(self._answer, self._number, here)
-        return functools.cache(lambda: there() or here())
+        beside = functools.partial(self._answer, self._number, here)
+        return functools.cache(lambda: beside() or here())
 
     def _answer(self, number: int, here: Callable[[], Bounds]) -> Bounds:
         """The bounds of request `number`; empty if those of a later request were taken before, or if there is no valid answer."""

@@ -18,8 +18,8 @@ def tensors_of(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
 
 def between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[Inputs, Cotangents]:
     """The call with its tensors between guards."""
-    there = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
-    return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
+    guarded = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
+    return guarded, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
 
 
 def in_layout(inputs: Inputs, layout: str | None) -> Inputs:

@@ -235,14 +235,14 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies on the CPU. All that is on a GPU is copied as one block of bytes, because each copy waits for the GPU."""
     copies: dict[int, Tensor] = {}
     for device in {x.device for x in tensors}:
-        there = [(place, x) for place, x in enumerate(tensors) if x.device == device]
+        on_device = [(place, x) for place, x in enumerate(tensors) if x.device == device]
         if device.type == "cpu":
-            copies |= {place: x.clone() for place, x in there}
+            copies |= {place: x.clone() for place, x in on_device}
             continue
-        there.sort(key=lambda item: -item[1].element_size())  # a number begins at a multiple of its size
-        block = torch.cat([x.contiguous().flatten().view(torch.uint8) for _, x in there]).cpu()
-        parts = block.split([x.numel() * x.element_size() for _, x in there])
-        copies |= {place: part.view(x.dtype).view(x.shape) for (place, x), part in zip(there, parts, strict=True)}
+        on_device.sort(key=lambda item: -item[1].element_size())  # a number begins at a multiple of its size
+        block = torch.cat([x.contiguous().flatten().view(torch.uint8) for _, x in on_device]).cpu()
+        parts = block.split([x.numel() * x.element_size() for _, x in on_device])
+        copies |= {place: part.view(x.dtype).view(x.shape) for (place, x), part in zip(on_device, parts, strict=True)}
     return [copies[place] for place in range(len(tensors))]
 
 

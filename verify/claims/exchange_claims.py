@@ -24,10 +24,10 @@ from verify.claims.table import Row
 from verify.claims.timing import Call, Effort, Spread, clock_of, greatest, measured, own_device, ratios
 from verify.process import messages
 from verify.process.messages import Join
-from verify.process.worker import Answering, WorkerLost
+from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Distributed
 from verify.ranks.collectives import exchange as swap
-from verify.ranks.group import RankGroup, join
+from verify.ranks.group import Answering, RankGroup, join
 
 SERVES = "verify.claims.exchange_claims:answer"
 DEADLINE_S = 120.0

@@ -8,8 +8,8 @@ from types import TracebackType
 from verify.adapters.libraries import FOLDER, LIBRARIES
 from verify.claims.released import SERVES
 from verify.process.messages import Data
-from verify.process.worker import NO_GPU, Answering, Worker, WorkerLost
-from verify.ranks.group import RankGroup
+from verify.process.worker import NO_GPU, Worker, WorkerLost
+from verify.ranks.group import Answering, RankGroup
 
 LIBRARY = LIBRARIES["megatron"]
 

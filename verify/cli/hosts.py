@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator
 
 from verify.adapters.loader import check_requirements
-from verify.engine.asking import Asked
 from verify.execution import sanitizer as sanitize
 from verify.gpu import device as devices
 from verify.gpu import policies
 from verify.process.choices import NoGpu
 from verify.process.environment import DENIED
 from verify.process.worker import Worker
-from verify.ranks.group import RankGroup
+from verify.ranks.group import Answering, RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
@@ -82,7 +81,7 @@ def device_of(asked: str | None) -> str:
 
 def workers_of(
     options: argparse.Namespace, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
-) -> int | list[Asked]:
+) -> int | list[Answering]:
     """The number of workers to start; or a list with the workers under a sanitizer, or with the group of ranks."""
     backend = "nccl" if device == "cuda" else "gloo"
     if launch is not None:
@@ -111,7 +110,7 @@ def gpu_workers_of(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def ended(workers: int | list[Asked]) -> Iterator[None]:
+def ended(workers: int | list[Answering]) -> Iterator[None]:
     """Close the given workers and ranks when the command ends. Under torchrun this also releases the other ranks."""
     try:
         yield
@@ -120,9 +119,9 @@ def ended(workers: int | list[Asked]) -> Iterator[None]:
             worker.close()
 
 
-def place_of(asked: Asked) -> str:
+def place_of(worker: Answering) -> str:
     """How the ranks of a path run, in words: simulated, or as processes over a backend."""
-    return "ranks simulated" if isinstance(asked, Worker) else f"{asked.size} ranks over {asked.backend}"
+    return "ranks simulated" if isinstance(worker, Worker) else f"{worker.size} ranks over {worker.backend}"
 
 
 def check_installed(spec: str) -> None:

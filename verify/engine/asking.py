@@ -42,8 +42,7 @@ from verify.process.messages import (
 )
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
-from verify.ranks.group import RankGroup
-from verify.ranks.torchrun import TorchrunGroup
+from verify.ranks.group import Answering
 
 # Runs in one question: BATCH where runs are short (exact laws on ranks, all laws on a GPU), TRUTHS for truth laws on ranks, whose
 # oracles take a while.
@@ -52,7 +51,6 @@ BATCH, TRUTHS = 32, 4
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
 PATIENT = 1024  # tokens from which on a case on a CPU gets more time than others, in proportion
-Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 _WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter
 
 
@@ -109,7 +107,7 @@ def started(device: str, count: int, deadline_s: float) -> list[Worker]:
     return [prestart.take(environment, deadline_s) or Worker(deadline_s, environment=environment) for environment in environments]
 
 
-def describe(spec: str, worker: Asked, *, runs: bool = True) -> Described:
+def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
     """The adapter's declarations, read in a worker. `runs` says that the worker will run cases of it.
 
     AdapterError if the adapter cannot be loaded, also if importing it kills the worker.
@@ -184,7 +182,7 @@ def _last_line(text: str) -> str:
 
 
 def ask(
-    run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None, defects: KnownDefects = NO_DEFECTS
+    run: Run, worker: Answering, store: Store, declared: dict[str, Any] | None = None, defects: KnownDefects = NO_DEFECTS
 ) -> Outcome:
     """The outcome of a run in a worker. A crash or a hang of the implementation is a finding like any other.
 
@@ -215,13 +213,13 @@ def ask(
         store.end()
 
 
-def _deadline(run: Run, worker: Asked) -> tuple[float, ...]:
+def _deadline(run: Run, worker: Answering) -> tuple[float, ...]:
     """The deadline of a long case on a CPU, whose time grows with its tokens; nothing for other cases."""
     tokens = run.example.case.tokens if run.device == "cpu" and isinstance(worker, Worker) else 0
     return (worker.deadline_s * tokens / PATIENT,) if isinstance(worker, Worker) and tokens > PATIENT else ()
 
 
-def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:
+def ask_afresh(run: Run, worker: Answering, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:
     """The outcome of a run in a new process, if its law is about what a process keeps, or if `always`.
 
     Groups of ranks go on as they are, unless `always`.
@@ -236,7 +234,7 @@ def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
     return tuple([line.rstrip()[:200] for line in text.splitlines() if line.strip()][-most:])
 
 
-def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
+def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
     """The outcomes of several runs, in their order, sent to the worker as one question.
 
     A run without an outcome is repeated alone, and so is a run that is BROKEN or UNKNOWN. A run whose failure `defects` explain is
@@ -262,7 +260,7 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
         yield outcome
 
 
-def most_at_once(law: Law, worker: Asked, device: str) -> int:
+def most_at_once(law: Law, worker: Answering, device: str) -> int:
     """How many runs of a law one question holds.
 
     An exchange between ranks and a kernel on a GPU both take a few milliseconds, so several share a question. Interpreted kernels

@@ -10,7 +10,7 @@ from typing import Any
 from properties.books import book_of
 from properties.traces.domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
-from verify.engine.asking import Asked, Described, ask, describe, interpreted, started, with_sizes
+from verify.engine.asking import Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import Plan, in_order
 from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.law_check import Common, LawCheck, Settings
@@ -28,6 +28,7 @@ from verify.process.messages import Describe
 from verify.process.outcome import Verdict
 from verify.process.reach import Reach
 from verify.process.worker import Worker, WorkerLost
+from verify.ranks.group import Answering
 
 WORKER_BYTES = 32 * 2**30  # of a GPU's memory for each worker: 131,072 tokens with their reference take 22 GiB on an H200
 
@@ -46,7 +47,7 @@ class Check:
     def __init__(
         self,
         settings: Settings,
-        workers: int | Sequence[Asked] = 1,
+        workers: int | Sequence[Answering] = 1,
         store: Store | None = None,
         *,
         defects: Iterable[Known] | None = None,
@@ -66,7 +67,7 @@ class Check:
         self.defects = defects if isinstance(defects, KnownDefects) else KnownDefects(defects)
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
-        self.workers: list[Asked] = []
+        self.workers: list[Answering] = []
         self.workers += started(settings.device, workers, settings.deadline_s) if isinstance(workers, int) else workers
         self._plan: Plan | None = None
         self._waiting: list[LawCheck] = []  # laws in whose first case the call failed, while no case of the check gave an answer
@@ -238,7 +239,7 @@ class Check:
             defects=self.defects,
         )
 
-    def _report_of(self, law: LawCheck, worker: Asked) -> LawReport:
+    def _report_of(self, law: LawCheck, worker: Answering) -> LawReport:
         """The report of a law, with what the law `tags` says where a trace broke the law `session`."""
         report = law.run()
         if not law.waits:

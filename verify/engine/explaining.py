@@ -17,7 +17,7 @@ from properties.rules.case import Case, overflows
 from properties.rules.domain import Domain
 from properties.rules.numbers import NORM_EPS
 from properties.words.example import Example
-from verify.engine.asking import Asked, Described, ask, ask_afresh
+from verify.engine.asking import Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
 from verify.engine.shrink import DATA, Shrunk, between, one_step, other_numbers, restored, shrink
 from verify.execution.line import Run
@@ -25,6 +25,7 @@ from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
+from verify.ranks.group import Answering
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0  # the most runs of shrinking, and CPU seconds of the worker: a busy machine changes neither
 ON_GPU = 1 / 2  # of these CPU seconds: on a GPU most cases take milliseconds, and a whole check takes three minutes
@@ -47,7 +48,7 @@ def limit_s(run: Run) -> float:
 def would_hold(
     described: Described,
     runs: Sequence[Run],
-    worker: Asked,
+    worker: Answering,
     store: Store,
     more: Callable[[], bool] = lambda: True,
     others: Callable[[], Sequence[Run]] = list,
@@ -160,7 +161,7 @@ class Explained:
 def explain_repeating(
     run: Run,
     outcome: Outcome,
-    worker: Asked,
+    worker: Answering,
     store: Store,
     defects: KnownDefects,
     stopped: threading.Event,
@@ -238,7 +239,7 @@ def explain(
     law: Law,
     run: Run,
     outcome: Outcome,
-    worker: Asked,
+    worker: Answering,
     store: Store,
     defects: KnownDefects,
     stopped: threading.Event,

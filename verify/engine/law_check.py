@@ -13,7 +13,7 @@ from properties.books import book_of
 from properties.laws.history import AT_ONCE
 from properties.laws.law import Law
 from properties.words.example import Example
-from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
+from verify.engine.asking import Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches, of_law, seeded
@@ -29,6 +29,7 @@ from verify.findings.store import Store
 from verify.gpu import policies
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
+from verify.ranks.group import Answering
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
@@ -128,7 +129,7 @@ class Common:
 class LawCheck:
     """The check of one law. One worker runs all its cases."""
 
-    def __init__(self, common: Common, name: str, worker: Asked) -> None:
+    def __init__(self, common: Common, name: str, worker: Answering) -> None:
         self._common, self._name, self._worker = common, name, worker
         self._done = 0
         self._scores: dict[Example, float] = {}

@@ -21,7 +21,7 @@ from verify.bench.compiling import Compiling
 from verify.bench.faults import NoRoom
 from verify.bench.places import where
 from verify.execution.judge import NOTHING
-from verify.execution.judging import adapter_of, following, judged, there
+from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
@@ -139,7 +139,7 @@ def compiled(run: Run) -> bool:
     def call(launching: contextlib.AbstractContextManager[None]) -> None:
         # An error here comes up again in the check, which reports it.
         with contextlib.suppress(Exception), following(run.tune), launching:
-            collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)
+            collections.deque(on_device(run.device, law.check(bench, run.example)), maxlen=0)
 
     if timed:
         call(contextlib.nullcontext())

@@ -57,7 +57,7 @@ def _denied() -> tuple[policies.Denied, ...]:
     return tuple(policies.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
 
 
-def there(device: str, pairs: Iterator[T]) -> Iterator[T]:
+def on_device(device: str, pairs: Iterator[T]) -> Iterator[T]:
     """Iterate over `pairs` with `device` as torch's default device, for tensors that a law creates without naming a device."""
     while True:
         with devices.default(device):
@@ -99,7 +99,7 @@ def judged(
     """
     outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
     try:
-        result = judge(there(bench.law_device, law.check(bench, example)), where, excused)
+        result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
         raise  # the outcome of another rank counts

@@ -87,8 +87,8 @@ def _of_path(adapter: PathAdapter, case: ParallelCase, wrong: IllegalLayout, dev
     with devices.default("cpu"):
         if not processes and not adapter.domain.processes:
             return reaction(dict(enumerate(map(_of_rank, simulate(case.tp, case.cp, work)))))
-        there = torch.distributed.get_world_size() if processes else 0
-        if there < ranks:
+        available = torch.distributed.get_world_size() if processes else 0
+        if available < ranks:
             return f"not run: it needs {ranks} ranks that are processes, as with --ranks {ranks}"
         adapter.join(case.mesh)
         place = place_of(case.mesh)

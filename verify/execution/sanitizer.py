@@ -27,7 +27,8 @@ from verify.process.choices import TOOLS, NoSanitizer
 from verify.process.environment import SANITIZER_LOG, UNPOISONED
 from verify.process.messages import Answer, Data, Outcomes, Reaction, Watched, Watching, read
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.process.worker import Answering, Worker, WorkerLost
+from verify.process.worker import Worker, WorkerLost
+from verify.ranks.group import Answering
 
 SANITIZER = "sanitizer"  # stands in a finding in place of an output's name
 PROGRAM = "compute-sanitizer"

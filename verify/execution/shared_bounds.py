@@ -239,8 +239,8 @@ class _Call:
 
 def _without_gradient(case: Case) -> set[str]:
     """The gradients that the case alone would not have: all if it has no backward, else those of inputs that it lacks."""
-    there = {"state": case.state != "none", "dt_bias": case.dt_bias}
-    return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and there.get(port.name, True))}
+    given = {"state": case.state != "none", "dt_bias": case.dt_bias}
+    return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and given.get(port.name, True))}
 
 
 def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:

@@ -68,8 +68,8 @@ class Known:
 
         `gpu` is the name of the GPU. One of `cards` must be this name or a word in it.
         """
-        there = not self.cards or deny_list.is_card(gpu, self.cards)
-        return self.run.device in ("cpu", device) and there and deny_list.fit(self.versions)
+        on_card = not self.cards or deny_list.is_card(gpu, self.cards)
+        return self.run.device in ("cpu", device) and on_card and deny_list.fit(self.versions)
 
     def outdated(self) -> bool:
         """Whether the entry is about other versions than the installed ones."""

@@ -76,18 +76,6 @@ class Started(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Answering(Protocol):
-    """What answers the questions of a check: a `Worker`, or a group of ranks that answers as one."""
-
-    deadline_s: float
-
-    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
-        """Return the answer to a question. WorkerLost if there is none."""
-
-    def close(self) -> None:
-        """End every process, whatever it is doing. Any thread may call this."""
-
-
 class Worker:
     """The supervisor of one worker process. It uses no GPU, imports no kernel, and ends a process that is past its deadline.
 

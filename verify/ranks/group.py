@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -156,6 +156,9 @@ class Group:
         finally:
             self._asking.release()
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -241,6 +244,9 @@ class Group:
         return answers
 
 
+Answering = Worker | Group  # what answers questions: one process, or ranks that answer as one
+
+
 class RankGroup(Group):
     """`size` persistent workers on this host, joined over gloo or NCCL. It can be used in place of a `Worker`.
 
@@ -259,9 +265,6 @@ class RankGroup(Group):
         self._store: Store | None = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         seats = [Worker(deadline_s, environment=variables, serves=serves) for variables in words]
         super().__init__(seats, Meeting("127.0.0.1", port, "ranks"), backend, deadline_s)
-
-    def __enter__(self) -> "RankGroup":
-        return self
 
     def close(self) -> None:
         """End every rank, whatever it is doing. Any thread may call this."""

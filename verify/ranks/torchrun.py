@@ -90,9 +90,6 @@ class TorchrunGroup(Group):
         seats: list[Seat] = [Worker(deadline_s, environment=words, serves=serves), *self._remotes]
         super().__init__(seats, Meeting(launch.host, launch.port, launch.prefix), backend, deadline_s)
 
-    def __enter__(self) -> "TorchrunGroup":
-        return self
-
     def close(self) -> None:
         """End every rank and let the followers exit. Any thread may call this."""
         super().close()
