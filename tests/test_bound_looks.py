@@ -18,7 +18,7 @@ from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.tolerance import bound, evaluation
 from oracles.tolerance.allowance import KAPPA
-from oracles.tolerance.bound import RUNS, Bound, bounds, truth
+from oracles.tolerance.bound import RUNS, Bound, Decision, bounds, truth
 from properties.laws.law import Pair, pairs_of
 from properties.rules.case import Case
 from properties.rules.domain import Domain
@@ -261,6 +261,24 @@ def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
     one, other = (bounds(case.spec, case.inputs(), None, "chunkwise", first=first)["o"] for first in (None, RUNS))
     assert torch.equal(one.allowed, other.allowed)
     assert (one.sure, other.sure) == (1.0, 1.0)
+
+
+def test_a_bound_says_right_wrong_or_that_more_runs_are_needed() -> None:
+    last = Bound(torch.zeros(1, 1), torch.ones(1))
+    final, some, few = last, dataclasses.replace(last, finer=lambda _=None: last), dataclasses.replace(last, sure=0.5)
+    few = dataclasses.replace(few, finer=lambda _=None: some)
+    for limit, ratio, most, decision in [
+        (few, 0.5, 1.0, Decision.RIGHT),
+        (few, 0.6, 1.0, Decision.UNDECIDED),
+        (few, math.inf, 1.0, Decision.UNDECIDED),
+        (some, 1.0, 1.0, Decision.RIGHT),
+        (some, 1.1, 1.0, Decision.UNDECIDED),
+        (some, bound.CLEAR, 1.0, Decision.WRONG),
+        (some, 3.0, 4.0, Decision.RIGHT),
+        (some, 4.5, 4.0, Decision.UNDECIDED),
+        (final, 1.1, 1.0, Decision.WRONG),
+    ]:
+        assert limit.decide(ratio, most) is decision, (limit.sure, ratio, most)
 
 
 # The judge
