@@ -139,7 +139,7 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
     checked, by default all of the book. ValueError for a size below 1, an unknown law, or a book whose cases have no KEYS.
     """
     book = book_of(domain)
-    if not hasattr(book.case, "KEYS"):
+    if not book.case.KEYS:
         raise ValueError(f"a palette needs a book whose cases have KEYS, got {book.name}")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size must be at least 1, got {size!r}")

@@ -31,7 +31,12 @@ from oracles.arithmetic.grids import Grid, Runs, fractions, grid_of
 from oracles.arithmetic.words import CASTS, MANTISSA, WORDS, Bits, fused, lowest, words_of
 
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
-TF32_BITS = 10  # TF32 has 11 bits; matrix units may truncate instead of rounding, which errs like rounding to 10
+# TF32 has 11 bits. A matrix unit may round to them, or cut a number off there, which loses half a unit on average: 2^-11 of a
+# number in [1, 2), and 0.72 of that relative to numbers of all sizes. Both err by no more than rounding to 10 bits does. What is
+# cut off has one sign, however, so that it adds up in sums of terms of one sign. In one run of CUTTING, operands are smaller
+# by that average, too. An operand is rounded where it is stored, where a product reads it, and in the backward: each takes a third.
+TF32_BITS = 10
+CUT, CUTTING = 0.72 * 2.0**-11 / 3, 16
 SINGLE = 24
 EXACT = 53
 SMALLEST = 2.0**-126  # the smallest normal number of float32
@@ -286,7 +291,13 @@ class Arithmetic:
         self, like: Tensor, places: tuple[str, ...], bits: Bits, step: float, axis: int | None, widths: tuple[int, ...]
     ) -> Grid:
         last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
-        return grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
+        grid, back = grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
+        return (grid, back * self._cut(back)) if bits == TF32_BITS else (grid, back)
+
+    def _cut(self, like: Tensor) -> Tensor:
+        """Return, for each run, what is left of a TF32 operand: less than 1 where the run cuts (see CUT)."""
+        left = [1.0 - CUT if run % CUTTING == 1 else 1.0 for run in range(self.first, self.first + self.runs)]
+        return torch.tensor(left, dtype=like.dtype, device=like.device).view(self._along(like.ndim))
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
         """Return x times `by`, rounded as a stored value."""
@@ -304,7 +315,8 @@ class Arithmetic:
         """Return x times `by`, rounded, and then times `back` if given."""
         kind = CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
-            return launch(x, by, lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
+            rounded = launch(x, by, lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
+            return rounded * self._cut(rounded) if bits == TF32_BITS and back is not None else rounded
         rounded = x * by
         rounds = rounded if self.first else rounded.narrow(self.axis, 1, self.runs - 1)  # run 0 is exact
         if kind:

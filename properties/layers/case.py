@@ -25,7 +25,7 @@ from properties.words.line import Line
 from properties.words.options import values_of
 from properties.words.word import Word
 
-VALUES = ("ordinary", "scaled", "small", "zero_rows")
+VALUES = ("ordinary", "one_signed", "scaled", "small", "zero_rows")
 STATES = ("none", "zero", "random")
 EPS = ("1e-6", "1e-5")
 LAYERS = {operation.name: operation for operation in (GDN_LAYER, KDA_LAYER)}
@@ -152,6 +152,8 @@ class LayerCase(Line):
         """
         inputs, layer, count = self.whole().inputs(device), self.layer, len(self.lengths)
         hidden = self._tokens(inputs.hidden)
+        if self.values == "one_signed":
+            hidden = ((hidden.double() + 1) / 2).to(hidden.dtype)
         if self.values == "small":
             hidden = hidden * SMALL
         if self.values == "zero_rows":

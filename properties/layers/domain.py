@@ -19,6 +19,7 @@ from properties.words.sizes import FEW_HEADS, LENGTHS, kind_of, large_lengths
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
+ONE_SIGNED = 10  # one case in so many has hidden states of one sign
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
@@ -142,7 +143,7 @@ def layer_cases(
         conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
         dtype=field("dtype", domain.dtypes),
         gate=field("gate", GATES),
-        values=field("values", VALUES),
+        values=field("values", tuple(choice for choice in VALUES if choice != "one_signed")),
         cached=cached,
         state=field("state", ("none", "none", "zero", "random", "random")) if cached else "none",
         eps=field("eps", domain.eps),
@@ -159,6 +160,8 @@ def layer_cases(
     }  # drawn last, as other words came before them
     words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
     case = dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
+    if "values" not in fixed and chance.randrange(ONE_SIGNED) == 0:
+        case = dataclasses.replace(case, values="one_signed")
     return dataclasses.replace(case, values="ordinary") if _overflows(case) else case
 
 

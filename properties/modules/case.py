@@ -26,7 +26,7 @@ from properties.words.options import values_of
 from properties.words.word import Word, text_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}
-VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
+VALUES = ("ordinary", "one_signed", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
 STATES = ("none", "zero", "random")
 STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
@@ -313,6 +313,8 @@ class _Builder:
             return GREAT[case.dtype] * x
         if case.values in ("large", "great"):
             return LARGE[name] * x
+        if case.values == "one_signed" and name in ("x", "z", "residual"):
+            return (x + 1) / 2
         x = 2 * x if name in ("z", "a", "b") else x
         return SMALL * x if case.values == "small" else self.regime(x, name)
 

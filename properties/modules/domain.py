@@ -35,6 +35,7 @@ CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "g
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
+ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
 @known_fields
@@ -211,7 +212,7 @@ def module_cases(
         if chance.random() < 1 / 4:
             sizes = _near(chance, domain, sizes, values["conv_width"], longest, packed=packed)
     dtype = field("dtype", domain.dtypes)
-    regime = field("values", tuple(choice for choice in domain.values if choice != "whole"))
+    regime = field("values", tuple(choice for choice in domain.values if choice not in ("whole", "one_signed")))
     case = ModuleCase(
         sizes,
         domain.operation,
@@ -228,7 +229,9 @@ def module_cases(
         for name, choices in domain.rare_words.items()
         if name in words and (len(choices) > 1 or choices[0] != getattr(case, name))
     }
-    return dataclasses.replace(case, **rare, options=draw_options(chance, domain.options))
+    case = dataclasses.replace(case, **rare, options=draw_options(chance, domain.options))
+    one_signed = fixed.get("values", domain.values) == domain.values and chance.randrange(ONE_SIGNED) == 0
+    return dataclasses.replace(case, values="one_signed") if one_signed else case
 
 
 def _lengths(

@@ -11,7 +11,7 @@ from oracles.operation import DTYPES
 from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
-from properties.rules.drawing import HEADS, decay_of, gates_of, keys_of, values_of
+from properties.rules.drawing import HEADS, ONE_SIGNED, decay_of, gates_of, keys_of, values_of
 from properties.words.domain import OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
@@ -235,7 +235,7 @@ def pool_cases(
         gate=field("gate", gates),
         gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
-        values=field("values", tuple(v for v in PoolCase.CHOICES["values"] if v in rule.values)),
+        values=field("values", tuple(v for v in PoolCase.CHOICES["values"] if v in rule.values and v != "one_signed")),
         state=field("state", ("zero", "random", "random", "random")),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in rule.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
@@ -264,7 +264,9 @@ def pool_cases(
             qk_norm_eps=field("qk_norm_eps", eps) if len(eps) > 1 else eps[0],
             qk_norm_form=field("qk_norm_form", forms) if len(forms) > 1 else forms[0],
         )
-    return dataclasses.replace(case, options=draw_options(chance, domain.options))
+    case = dataclasses.replace(case, options=draw_options(chance, domain.options))
+    one_signed = "values" not in fixed and chance.randrange(ONE_SIGNED) == 0
+    return dataclasses.replace(case, values="one_signed") if one_signed else case
 
 
 def _of_kernel(field: Callable[[str, tuple[Any, ...]], Any], domain: PoolDomain) -> dict[str, Any]:

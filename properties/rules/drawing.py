@@ -28,6 +28,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
+ONE_SIGNED = 5  # one case in so many, of those whose gates remember, has values of one sign
 NARROW_COLUMNS = 32  # no decays of value channels for more channels: the oracle computes every channel as a head
 
 
@@ -162,7 +163,7 @@ def cases(
         gate=field("gate", gates_of(domain, inside, form)) if domain.operation != "delta_rule" else "forever",
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
-        values=field("values", tuple(v for v in domain.values if v != "one_hot")),
+        values=field("values", tuple(v for v in domain.values if v not in ("one_hot", "one_signed"))),
         state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in domain.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
@@ -227,6 +228,8 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         words |= {"qk_norm_eps": eps, "qk_norm_form": form}
         words |= {"backward": False} if case.dtype == "fp16" and overflows(eps, form) else {}
     words["options"] = draw_options(chance, domain.options)
+    if case.gate in REMEMBERING and may("values", "one_signed", domain.values) and chance.randrange(ONE_SIGNED) == 0:
+        words["values"] = "one_signed"
     return dataclasses.replace(case, **words)
 
 

@@ -203,6 +203,8 @@ class _Builder:
         if case.values == "correlated":
             base = _Draw("base", shape[2:], self.bits)
             return _Recipe((draw, base), lambda whole, base: _within_one((3 * base + whole) >> 2))
+        if case.values == "one_signed":  # as after SiLU, so that keys are nearly parallel
+            return _Recipe((draw,), lambda whole: _within_one((whole + 2 ** (self.bits - 1)) >> 1))
         if case.values == "small":
             small = SMALL_OF.get((case.qk_norm_form, case.qk_norm_eps), SMALL)
             return _Recipe((draw,), lambda whole: _within_one(whole) * small)
@@ -221,6 +223,8 @@ class _Builder:
             return _Recipe((_Draw("v", shape, 4),), lambda whole: whole.to(torch.float64))
         if case.values == "zero_rows":
             return _Recipe((draw, _choice("v", ones, 2)), lambda whole, choice: _fraction(whole, bits) * (choice != 0))
+        if case.values == "one_signed":
+            return _Recipe((draw,), lambda whole: _fraction((whole + 2 ** (bits - 1)) >> 1, bits))
         if case.values == "scaled":  # by 2^-6..2^5, for each token and head
             draws = draw, _choice("v", ones, 16)
             return _Recipe(draws, lambda whole, choice: _fraction(whole, bits) * _powers(choice % 12 - 6))

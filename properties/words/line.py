@@ -4,11 +4,12 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, ClassVar, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from properties.words.word import Word, text_of, words_of
+
+if TYPE_CHECKING:  # the command line imports this module before torch
+    import torch
 
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024  # of a case
 SEEDS = (0, 2**32 - 1)
@@ -58,7 +59,7 @@ class Line:
             if getattr(self, short.get(word, word)) != plain[short.get(word, word)]
         )
 
-    def carried_dtype(self, domain: Any, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def carried_dtype(self, domain: Any, dtype: "torch.dtype") -> "torch.dtype | None":  # noqa: ARG002
         """Return the dtype in which a final state becomes an initial state; None if states are not rounded."""
         return None
 

@@ -1,0 +1,63 @@
+"""Products in TF32: matrix units cut operands off, so that sums of terms of one sign err to one side."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.arithmetic import rounding
+from oracles.tolerance import bound
+from properties.rules.case import Case
+from tests import right
+
+# Keys and values of one sign, and a state that grows for long: what is cut off adds up over all tokens.
+GROWING = Case((1024,), key_dim=64, value_dim=32, values="one_signed", qk_norm=True, backward=False, seed=3)
+BETA = 0.002
+
+
+def truncating(bits: int) -> type[torch.autograd.Function]:
+    """A function that cuts numbers off after so many stored bits, forward and backward."""
+
+    class Truncated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
+            return (x.float().contiguous().view(torch.int32) & ~((1 << (23 - bits)) - 1)).view(torch.float32)
+
+        @staticmethod
+        def backward(ctx: object, *cotangents: Tensor) -> Tensor:
+            return Truncated.forward(ctx, cotangents[0])
+
+    return Truncated
+
+
+def error(monkeypatch: pytest.MonkeyPatch, bits: int, runs: int) -> float:
+    """The largest error of an output over its tolerance from so many runs, of a kernel whose operands keep so many bits."""
+    monkeypatch.setattr(right, "_Truncated", truncating(bits))
+    x = GROWING.inputs()
+    x = x.replaced(beta=torch.full_like(x.beta, BETA))
+    o, _ = right.Tf32().run(x)
+    (of_o,) = (entry for name, entry in bound.bounds(GROWING.spec, x, None, "chunkwise", "tf32", 64, runs).items() if name == "o")
+    return float(((o.double() - of_o.value).norm(dim=-1) / of_o.allowed).max())
+
+
+def test_values_of_one_sign_have_one_sign_and_nearly_parallel_keys() -> None:
+    for dtype in ("fp32", "bf16", "fp16"):
+        x = dataclasses.replace(GROWING, dtype=dtype, lengths=(9,)).inputs()
+        for tensor in (x.q, x.k, x.v):
+            assert (tensor >= 0).all()
+        k = torch.nn.functional.normalize(x.k.double(), dim=-1)[0, :, 0]
+        assert (k @ k.mT).min() > 0.6
+
+
+@pytest.mark.slow
+def test_what_a_matrix_unit_cuts_off_is_inside_the_tolerance_also_where_it_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(monkeypatch, 10, 4) < 0.4
+    monkeypatch.setattr(rounding, "CUT", 0.0)
+    assert error(monkeypatch, 10, 4) > 0.7, "without runs that cut, the bias takes most of the tolerance"
+
+
+@pytest.mark.slow
+def test_operands_of_two_bits_less_are_over_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(monkeypatch, 8, 4) > 1
+    assert error(monkeypatch, 8, 64) > 1
