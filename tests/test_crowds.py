@@ -7,7 +7,7 @@ import pytest
 
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import crowd
+from properties.rules.drawing import MANY, MANY_SEQUENCES, crowd, limits
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
@@ -34,6 +34,35 @@ def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> N
         assert cases.count(crowd(SIZED)) == 1, count
         assert cases[min(places(count, SIZED.drawing.long)) + 1] == crowd(SIZED), count
         assert len(cases) == count, count
+
+
+def test_each_usual_limit_is_passed_once_and_by_little() -> None:
+    cases = drawn(SIZED, 20)
+    assert [cases.count(case) for case in limits(SIZED)] == [1, 1, 1]
+    _, many, heads = limits(SIZED)
+    assert (len(many.lengths), many.packed, many.tokens) == (MANY_SEQUENCES, True, MANY_SEQUENCES)
+    assert (heads.heads, heads.value_heads, heads.tokens) == (MANY, MANY, 3)
+    assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads]
+    assert limits(dataclasses.replace(SIZED, length_step=16))[0].heads == MANY, "one token is no multiple of 16"
+    assert limits(Domain()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At256Heads", 2)])
+def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str, number: int, worker: Worker) -> None:
+    spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:{wrong}"
+    below = [
+        dataclasses.replace(PACKED, lengths=(1,) * 1024),
+        dataclasses.replace(PACKED, lengths=(3,), heads=256, value_heads=256),
+    ]
+    verdicts = [
+        Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={spec} {case}"))).verdict
+        for case in (limits(dataclasses.replace(SIZED, backward=False))[number], *below)
+    ]
+    assert verdicts == [Verdict.BROKEN, Verdict.HOLDS, Verdict.HOLDS]
+
+
+PACKED = Case((1,), packed=True, key_dim=1, value_dim=1, gate="64", backward=False)
 
 
 def test_the_batch_is_as_small_as_the_domain_allows() -> None:

@@ -26,6 +26,7 @@ UNEVEN = (129, 200, 193)  # in place of a drawn width of over 128 in one case of
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
+MANY_SEQUENCES, MANY = 1100, 257  # sequences, and heads, just over usual limits
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
 ONE_SIGNED = 5  # one case in so many, of those whose gates remember, has values of one sign
@@ -33,11 +34,25 @@ NARROW_COLUMNS = 32  # no decays of value channels for more channels: the oracle
 
 
 def crowd(domain: Domain) -> Case | None:
-    """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it.
-
-    None too if the check draws no long cases, and if kernels are compiled (`reach` above 1), because they compile for few widths.
-    """
+    """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it."""
     rows, heads = CROWD
+    return _narrow_case(domain, lengths=(1,) * rows, heads=heads, value_heads=heads)
+
+
+def limits(domain: Domain) -> list[Case]:
+    """Return a case just over each usual limit that the domain allows, cheap because it is narrow.
+
+    These are a batch with over 65,535 sequences and heads, over 1,024 packed sequences, which are over 1,024 chunks too, and over
+    256 heads. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they
+    compile for few widths.
+    """
+    many = _narrow_case(domain, lengths=(1,) * MANY_SEQUENCES, packed=True)  # outside a domain of longer steps
+    heads = _narrow_case(domain, lengths=(3 * domain.length_step,), packed=not domain.batched, heads=MANY, value_heads=MANY)
+    return [case for case in (crowd(domain), many, heads) if case is not None]
+
+
+def _narrow_case(domain: Domain, **words: Any) -> Case | None:
+    """Return a case with the narrowest K and V of the domain; None if it is outside or nothing long is drawn."""
     if not domain.drawing.long or domain.drawing.reach > 1:
         return None
     keys, values = ([width for width in range(1, 65) if has(width)] for has in (domain.has_key, domain.has_value))
@@ -45,15 +60,8 @@ def crowd(domain: Domain) -> Case | None:
         keys = values = [width for width in keys if width in values]
     if not keys or not values:
         return None
-    case = Case(
-        (1,) * rows,
-        heads=heads,
-        value_heads=heads,
-        key_dim=keys[0],
-        value_dim=values[0],
-        backward=domain.backward,
-        **conventions(domain),
-    )
+    fixed = {**conventions(domain), "final_states": domain.final_states_of(packed=words.get("packed", False))}
+    case = Case(key_dim=keys[0], value_dim=values[0], backward=domain.backward, **{**fixed, **words})
     return case if domain.outside(case) is None else None
 
 

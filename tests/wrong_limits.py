@@ -1,0 +1,25 @@
+"""Rules that are wrong only just over a limit: a table of 1,024 sequences, and an index of heads with 8 bits."""
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from tests.right import Chunkwise
+
+
+class At1024Sequences(Chunkwise):
+    """Sequences from the 1,025th on are skipped."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        if x.cu_seqlens is not None and len(x.cu_seqlens) > 1025:
+            o = torch.cat([o[:, : int(x.cu_seqlens[1024])], torch.zeros_like(o[:, int(x.cu_seqlens[1024]) :])], 1)
+        return o, state
+
+
+class At256Heads(Chunkwise):
+    """The 257th head gets the output of the first one."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        return o[:, :, torch.arange(o.shape[2]) % 256], state
