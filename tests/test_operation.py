@@ -404,7 +404,7 @@ def test_an_index_has_a_size_and_no_gradient() -> None:
     TOY.check(toy())
     TOY.check(toy(slots=torch.tensor([1, 2, 3], dtype=torch.int32), state=None, even=False))
     assert [port.name for port in TOY.gradients()] == ["dx", "dweight", "dh0"]
-    assert TOY.port("dweight") == Port("dweight", "D", scalar_rows=True)
+    assert TOY.port("dweight") == Port("dweight", "D", scalar_rows=True, gradient=True)
     assert TOY.sizes(toy(state=None)) == {"B": 2, "T": 3, "D": 4, "N": 2}
 
 
@@ -447,8 +447,8 @@ def test_gradients_are_named_after_their_inputs() -> None:
 
 
 def test_a_row_of_a_gates_gradient_is_a_number_or_the_channels_of_a_head() -> None:
-    assert GATED_DELTA_RULE.port("dg") == Port("dg", "B T HV", "gate", scalar_rows=True)
-    assert KDA.port("dg") == Port("dg", "B T HV K", "gate")
+    assert GATED_DELTA_RULE.port("dg") == Port("dg", "B T HV", "gate", scalar_rows=True, gradient=True)
+    assert KDA.port("dg") == Port("dg", "B T HV K", "gate", gradient=True)
 
 
 def test_every_operation_is_found_by_its_name() -> None:

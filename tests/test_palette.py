@@ -120,10 +120,10 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    "everything": (Domain(), "e2451d011ef8fbd0"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "3d3ba7ab980e7a60"),
-    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "d533729a3737ca91"),
-    "narrow": (NARROW, "df4b0cb6f823fb49"),
+    "everything": (Domain(), "9268c60095ff5bb3"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "47ce5776907f5d19"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "4be2c243306036ff"),
+    "narrow": (NARROW, "941e4864ecc53ccc"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 

@@ -38,6 +38,7 @@ KNOWN = (
         "0e0e0cfec71c6472",
     ),
     ("lengths=40 dtype=fp16 value_heads=8 gate=mixed gate_dtype=input values=small qk_norm=yes seed=5", "abd6919f760dd69e"),
+    ("lengths=19+30 packed=yes heads=2 value_heads=2 gate=64 values=one_signed qk_norm=yes seed=8", "25c2f79f5948a067"),
     ("lengths=31 dtype=bf16 beta=one values=one_hot state=random scale=one seed=6", "2acf6c13a27fbbb9"),
     ("lengths=129 dtype=fp16 key_dim=128 value_dim=64 gate=saturated beta=zero state=random seed=4294967295", "66850dd34a1ebd45"),
     (
@@ -693,7 +694,7 @@ REFUSED = {
     "lengths=5 dtype=BF16": ("dtype", "fp32, bf16, fp16", "'BF16'"),
     "lengths=5 gate=100": ("gate", "forever, 1000, 64, 10, tenth, saturated, mixed", "'100'"),
     "lengths=5 beta=three": ("beta", "ordinary, one, zero, two, edges", "'three'"),
-    "lengths=5 values=random": ("values", "ordinary, correlated, repeated", "'random'"),
+    "lengths=5 values=random": ("values", "ordinary, correlated, one_signed, repeated", "'random'"),
     "lengths=5 state=ones": ("state", "none, zero, random", "'ones'"),
     "lengths=5 scale=2": ("scale", "default, one, half", "'2'"),
     "lengths=5 offsets=int16": ("offsets", "int64, int32", "'int16'"),

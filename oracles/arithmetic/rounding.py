@@ -292,7 +292,11 @@ class Arithmetic:
     ) -> Grid:
         last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
         grid, back = grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
-        return (grid, back * self._cut(back)) if bits == TF32_BITS else (grid, back)
+        return (grid, back * self._cut(back)) if self._cuts(bits) else (grid, back)
+
+    def _cuts(self, bits: Bits) -> bool:
+        """Whether numbers that round to `bits` bits are operands of products in TF32."""
+        return bits == self.product == TF32_BITS
 
     def _cut(self, like: Tensor) -> Tensor:
         """Return, for each run, what is left of a TF32 operand: less than 1 where the run cuts (see CUT)."""
@@ -316,7 +320,7 @@ class Arithmetic:
         kind = CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
             rounded = launch(x, by, lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
-            return rounded * self._cut(rounded) if bits == TF32_BITS and back is not None else rounded
+            return rounded * self._cut(rounded) if self._cuts(bits) and back is not None else rounded
         rounded = x * by
         rounds = rounded if self.first else rounded.narrow(self.axis, 1, self.runs - 1)  # run 0 is exact
         if kind:

@@ -160,7 +160,7 @@ def layer_cases(
     }  # drawn last, as other words came before them
     words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
     case = dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
-    if "values" not in fixed and chance.randrange(ONE_SIGNED) == 0:
+    if "values" not in fixed and case.seed % ONE_SIGNED == 0:
         case = dataclasses.replace(case, values="one_signed")
     return dataclasses.replace(case, values="ordinary") if _overflows(case) else case
 

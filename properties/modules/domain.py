@@ -230,7 +230,7 @@ def module_cases(
         if name in words and (len(choices) > 1 or choices[0] != getattr(case, name))
     }
     case = dataclasses.replace(case, **rare, options=draw_options(chance, domain.options))
-    one_signed = fixed.get("values", domain.values) == domain.values and chance.randrange(ONE_SIGNED) == 0
+    one_signed = fixed.get("values", domain.values) == domain.values and case.seed % ONE_SIGNED == 0
     return dataclasses.replace(case, values="one_signed") if one_signed else case
 
 

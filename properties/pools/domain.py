@@ -265,7 +265,7 @@ def pool_cases(
             qk_norm_form=field("qk_norm_form", forms) if len(forms) > 1 else forms[0],
         )
     case = dataclasses.replace(case, options=draw_options(chance, domain.options))
-    one_signed = "values" not in fixed and chance.randrange(ONE_SIGNED) == 0
+    one_signed = "values" not in fixed and case.seed % ONE_SIGNED == 0
     return dataclasses.replace(case, values="one_signed") if one_signed else case
 
 

@@ -236,7 +236,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         words |= {"qk_norm_eps": eps, "qk_norm_form": form}
         words |= {"backward": False} if case.dtype == "fp16" and overflows(eps, form) else {}
     words["options"] = draw_options(chance, domain.options)
-    if case.gate in REMEMBERING and may("values", "one_signed", domain.values) and chance.randrange(ONE_SIGNED) == 0:
+    if case.gate in REMEMBERING and may("values", "one_signed", domain.values) and case.seed % ONE_SIGNED == 0:
         words["values"] = "one_signed"
     return dataclasses.replace(case, **words)
 

@@ -67,7 +67,7 @@ class AnyDomain(_Usual):
     PROMISES: ClassVar[dict[str, Promise]] = {}
     draws_large: ClassVar[bool] = False
 
-    drawing: Drawing = dataclasses.field(default=Drawing(), kw_only=True)
+    drawing: Drawing = dataclasses.field(default=Drawing(), kw_only=True, repr=False)
 
     def __init_subclass__(cls) -> None:
         cls.PROMISES = promises_of(cls)
