@@ -40,6 +40,7 @@ from properties.rules.case import IN_KERNEL, Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import FAR_HEADS, HEADS, UNEVEN
 from properties.rules.laws import LAWS
+from properties.words import lengths
 from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import WIDTHS
@@ -156,10 +157,10 @@ def test_lengths_that_only_a_reach_can_draw_move_no_draw_without_one(monkeypatch
 
     now = drawn()
     for name in ("BLOCKS", "EDGES"):
-        monkeypatch.setattr(strategies, name, tuple(length for length in getattr(strategies, name) if length < 300))
-    monkeypatch.setattr(pools, "EDGES", strategies.EDGES)
+        monkeypatch.setattr(lengths, name, tuple(length for length in getattr(lengths, name) if length < 300))
+    monkeypatch.setattr(pools, "EDGES", lengths.EDGES)
     assert drawn() == now
-    monkeypatch.setattr(strategies, "EDGES", strategies.EDGES[1:])
+    monkeypatch.setattr(lengths, "EDGES", lengths.EDGES[1:])
     assert drawn() != now
 
 
