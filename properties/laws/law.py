@@ -94,6 +94,30 @@ class Bench(Protocol):
     def attempt(self, inputs: Inputs) -> None:
         """Call the implementation with illegal inputs, and drop what it returns or raises."""
 
+    def under(
+        self,
+        way: str,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        frozen: Collection[str] = (),
+        other: tuple[Inputs, Cotangents] | None = None,
+        directions: Results | None = None,
+    ) -> Results:
+        """Return the results of a call in a way that models call kernels in, such as under checkpointing.
+
+        `other` is a call that comes between forward and backward. With `directions` of the inputs, second derivatives are among the
+        results, unless the implementation refuses them with an error.
+        """
+
+    def transformed(
+        self, transform: str, inputs: Inputs, names: Sequence[str], others: Results, cotangents: Cotangents
+    ) -> tuple[Results, tuple[Tensor, ...]] | None:
+        """Return the outputs under torch.func.vjp, jvp or vmap and what that returns beside them, or None if it raises an error."""
+
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> Inputs | None:
+        """Call copies of the inputs, and let operation number `at` fail. Return the copies, or None if there are fewer."""
+
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
 
@@ -116,7 +140,8 @@ class Law:
     of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
     None if the law draws the same there. `within` returns the part of a domain to which a check keeps the law's cases when it gives
     them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
-    examples of a domain that a check with large cases has for every seed.
+    examples of a domain that a check with large cases has for every seed. `turns` returns the variants that the examples of a check
+    have in turn, so that a check of few examples has them all.
     """
 
     name: str
@@ -135,6 +160,7 @@ class Law:
     draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
     within: Callable[[Any], Any] = lambda domain: domain
     always: Callable[[Any], Sequence[Example]] = lambda domain: ()
+    turns: Callable[[Any], Sequence[str]] = lambda domain: ()
 
     def on_gpu(self) -> "Law":
         """Return the law with the examples that it has on a GPU."""

@@ -16,6 +16,7 @@ from properties.laws.common import view
 from properties.laws.far_views import FAR, far, far_examples, lacks_far
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Blind, Law, Pair, either, examples_of, pairs_of, visible, with_others
+from properties.laws.recompute import recompute_law
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain, layer_cases
 from properties.words.domain import VIEWS
@@ -115,6 +116,15 @@ def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
     return "packed=no state=none" if case.packed or case.state != "none" else None
 
 
+def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
+    """Return short cases whose derivatives are well above rounding."""
+    return layer_cases(domain, longest=12, total=16, sequences=(1, 2), values="ordinary", gate="long")
+
+
+def _calm_lacks(case: LayerCase, _: str | None) -> str | None:
+    return "no fp16" if case.dtype == "fp16" else common_laws.has_words(values="ordinary", gate="long")(case, None)
+
+
 LAYER_LAWS: dict[str, Law] = {
     law.name: law
     for law in (
@@ -183,6 +193,7 @@ LAYER_LAWS: dict[str, Law] = {
             common_laws.memory,
         ),
         history_law(functools.partial(layer_cases, longest=20)),
+        recompute_law(_calm, _calm_lacks),
         Law(
             "strides",
             "truth",

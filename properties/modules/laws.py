@@ -13,6 +13,7 @@ from properties.laws import common as common_laws
 from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Law, Pair, either, examples_of
+from properties.laws.recompute import recompute_law
 from properties.modules import checks as module_checks
 from properties.modules.case import MODULES, ModuleCase, words_of
 from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, module_cases
@@ -213,6 +214,15 @@ def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
     return common_laws.one_batch_row(case, variant) or common_laws.has_words(final_state="yes")(case, variant)
 
 
+def _calm(domain: ModuleDomain) -> st.SearchStrategy[ModuleCase]:
+    """Return short cases whose derivatives are well above rounding."""
+    return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary")
+
+
+def _calm_lacks(case: ModuleCase, _: str | None) -> str | None:
+    return "no fp16" if case.dtype == "fp16" else common_laws.has_words(values="ordinary")(case, None)
+
+
 MODULE_LAWS: dict[str, Law] = {
     law.name: law
     for law in (
@@ -408,6 +418,7 @@ MODULE_LAWS: dict[str, Law] = {
             common_laws.memory,
         ),
         history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY),
+        recompute_law(_calm, _calm_lacks, about=EVERY),
         _law(
             "strides",
             "truth",

@@ -1,6 +1,6 @@
 """What the laws of rules alone compare. Which cases they get is in laws.py."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from oracles.operation import DTYPES, Inputs
 from properties.laws.common import (
     carried_dtype,
     final_dtype,
+    halves,
     without_options,
 )
 from properties.laws.law import (
@@ -29,13 +30,6 @@ from properties.laws.law import (
 from properties.words.example import Example
 
 
-def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
-    """Split the names into two non-empty groups; another number gives another split."""
-    chosen = 1 + number % (2 ** len(names) - 2)
-    some = [name for place, name in enumerate(names) if chosen >> place & 1]
-    return some, [name for name in names if name not in some]
-
-
 def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     """Leave an optional argument out, or ask for other gradients: the results are those of its neutral value."""
     case = example.case
@@ -46,7 +40,7 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
         with torch.no_grad():
             outputs = bench.run(inputs, None)
         yield from pairs_of(outputs, bounds, "under no_grad")
-        for frozen in _halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
+        for frozen in halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
             yield from pairs_of(bench.run(inputs, cotangents, frozen=frozen), bounds, f"with {', '.join(frozen)} frozen")
         return
     if example.variant == "options":

@@ -103,7 +103,8 @@ class ShortConvolution(FlaAdapter):
             **({} if x.get("residual") is None else {"residual": x.residual}),
             **given_options(x, CHUNK),
         }
-        with torch.set_grad_enabled(x.x.requires_grad):
+        needed = any(isinstance(value, Tensor) and value.requires_grad for value in x.values())
+        with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
             y, state = _convolved(x, x.x if mask is None else x.x.clone(), options)
         return y, state
 

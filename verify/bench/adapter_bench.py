@@ -19,6 +19,7 @@ from oracles.tolerance.bound import Bound, Finer
 from properties.laws.law import Cotangents, Results, with_one_state, with_options
 from properties.rules.case import Case
 from verify.adapters.base import Adapter
+from verify.bench import ways
 from verify.bench.addresses import Place
 from verify.bench.answer import outputs_of
 from verify.bench.at_once import TIMES, in_threads, on_streams
@@ -60,6 +61,7 @@ class AdapterBench(Watched):
         self.says = adapter  # the adapter whose declarations a run is judged by
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.ready: Ready | None = None
+        self.way = ways.Plain()  # how outputs and gradients are computed
 
     @property
     def algorithm(self) -> str:
@@ -211,6 +213,88 @@ class AdapterBench(Watched):
             del copies
         return results
 
+    def under(
+        self,
+        way: str,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        frozen: Collection[str] = (),
+        other: tuple[Inputs, Cotangents] | None = None,
+        directions: Results | None = None,
+    ) -> Results:
+        """Call the adapter in another way than `run` (verify/bench/ways.py).
+
+        `other` is the call that comes between forward and backward. `directions` are those along which second derivatives are
+        taken. Returns the outputs and gradients, and what the way has beside them.
+        """
+        self.way = ways.WAYS[way](functools.partial(self._meanwhile, other), directions)
+        try:
+            return self.run(inputs, cotangents, frozen=frozen) | self.way.more
+        finally:
+            self.way = ways.Plain()
+
+    def _meanwhile(self, other: tuple[Inputs, Cotangents] | None) -> None:
+        """Call the adapter in the plain way, in the middle of a call in another way."""
+        assert other is not None
+        inputs, cotangents = other
+        self.way, way = ways.Plain(), self.way
+        try:
+            self.call_implementation(self.adapter, self._contract(inputs), self._with_options(inputs, self.adapter), cotangents)
+        finally:
+            self.way = way
+
+    @marked(Mark.IMPLEMENTATION)
+    def transformed(
+        self, transform: str, inputs: Inputs, names: Sequence[str], others: Results, cotangents: Cotangents
+    ) -> tuple[Results, tuple[Tensor, ...]] | None:
+        """Call the adapter under torch.func.vjp, jvp or vmap of the inputs called `names`. None if that raises an error.
+
+        `others` are the tensors that the transform takes beside the inputs: directions by name, or other inputs. A vjp takes the
+        cotangents. Returns the outputs by name, and what the transform returns beside them.
+        """
+        spec = self._contract(inputs)
+        inputs = self._with_options(inputs, self.adapter)
+        found: dict[str, None] = {}
+
+        def call(x: Inputs) -> Results:
+            outputs = outputs_of(self.adapter.run(with_one_state(self.domain, x)), spec, x, self.domain)
+            found.update(dict.fromkeys(outputs))
+            return outputs
+
+        function = ways.function_of(call, inputs, names)
+        values = tuple(inputs[name].detach().clone() for name in names)
+        with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")):
+            try:
+                if cotangents is not None:
+                    given = tuple(cotangents[port.name] for port in spec.outputs if port.name in cotangents)
+                else:
+                    given = tuple(others[name].to(inputs[name].dtype) for name in names)
+                outputs, more = ways.TRANSFORMS[transform](function, values, given)
+            except Exception:  # whatever is raised, the transform is refused
+                return None
+        return {name: x.detach() for name, x in zip(found, outputs, strict=True)}, more
+
+    @marked(Mark.IMPLEMENTATION)
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> Inputs | None:
+        """Call the adapter on copies of the inputs, and let operation number `at` of the call fail for lack of memory.
+
+        What is returned or raised is dropped. Returns the copies as the call left them; None if it has fewer operations.
+        """
+        spec = self._contract(inputs)
+        inputs = in_layout(self._with_options(inputs, self.adapter), getattr(self.domain, "layout", None))
+        copies = inputs.replaced(**{name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)})
+        self.way = way = ways.Failing(at)
+        shared = shares_a_slot(copies)
+        try:
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):
+                self.call_implementation(self.adapter, spec, copies, cotangents)
+        except Exception:  # any error is right, and so is an answer by other means
+            return copies if way.fault.failed else None
+        finally:
+            self.way = ways.Plain()
+        return copies if way.fault.failed else None
+
     @marked(Mark.IMPLEMENTATION)
     def attempt(self, inputs: Inputs) -> None:
         """Call the adapter with illegal inputs, and drop what it returns or raises."""
@@ -307,7 +391,7 @@ class AdapterBench(Watched):
             if not leaf.requires_grad:
                 leaf.requires_grad_(cotangents is not None and name not in frozen)
         with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
-            answer = adapter.run(with_one_state(self.domain, inputs.replaced(**leaves)))
+            answer = self.way.outputs(lambda x: adapter.run(with_one_state(self.domain, inputs.replaced(**x))), leaves)
         outputs = outputs_of(answer, spec, inputs, self.domain)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
@@ -321,14 +405,10 @@ class AdapterBench(Watched):
                 raise AdapterFault(name, FailureKind.NO_GRADIENT, what, detail="output")
         targets = [name for name in outputs if outputs[name].requires_grad]
         if targets:
-            gradients = torch.autograd.grad(
-                [outputs[name] for name in targets],
-                list(leaves.values()),
-                [cotangents[name].to(outputs[name].dtype) for name in targets],
-                allow_unused=True,
-            )
+            given = [cotangents[name].to(outputs[name].dtype) for name in targets]
+            gradients = self.way.gradients([outputs[name] for name in targets], leaves, given)
         else:
-            gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             if gradient is None and leaf.numel() and tokens:  # without tokens, an absent gradient stands for zeros
                 raise AdapterFault(

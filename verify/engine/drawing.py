@@ -1,6 +1,8 @@
 """Drawing: Hypothesis draws examples of a strategy, in the calling thread or ahead of it in another one."""
 
+import collections
 import contextlib
+import dataclasses
 import os
 import queue
 import threading
@@ -61,11 +63,13 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
     - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
     - The examples that a law always has (`Law.always`) come after the first large one.
+    - The variants of a law with `Law.turns` come in turn.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
     """
     seed, special = mix_words(seed, law.name), dict[int, Any]()
     strategy = strategy or (lambda law, domain: law.draw(domain))
+    look = _in_turn(law, domain, look) if law.turns(domain) else look
     kinds = places(examples, domain.drawing.long, seed)
     for kind in dict.fromkeys(kinds.values()):
         where = [place for place in kinds if kinds[place] == kind]
@@ -102,6 +106,19 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
         put_first()
     for place in sorted(place for place in special if place >= done):
         look(special[place])
+
+
+def _in_turn(law: Law, domain: Any, look: Look) -> Look:
+    """A function that gives an example the variant that came least often, of those that its case may have, and passes it on."""
+    turns, counts = law.turns(domain), collections.Counter[str]()
+
+    def turned(example: Any) -> None:
+        possible = [variant for variant in turns if law.lacks(example.case, variant) is None]
+        variant = min(possible, key=lambda variant: counts[variant], default=example.variant)
+        counts[variant] += 1
+        look(dataclasses.replace(example, variant=variant))
+
+    return turned
 
 
 def _large(strategy: Any, seed: int, count: int) -> list[Any]:

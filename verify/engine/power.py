@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 # Kills in the first two cases of a law, of the law oracle in the first eight, with seed 0 on 2026-11-24. The zoo's 307 wrong
 # implementations were run in the order of the largest domains, up to the first 100 pairs of a law and a domain. For `history`,
 # `earlier` and the laws of calls, only verify/zoo/wrong_histories.py and verify/zoo/wrong_calls.py were run. For the law
-# `left_padding` of modules, only the convolutions with a mask in verify/zoo/wrong_convolutions.py were run.
+# `left_padding` of modules, only the convolutions with a mask in verify/zoo/wrong_convolutions.py were run. For `recompute`, only
+# verify/zoo/wrong_recompute.py was run, in the eight cases of a check on 2026-11-27.
 KILLS: dict[str, dict[str, int]] = {
     "rules": {
         "oracle": 52,
@@ -28,6 +29,7 @@ KILLS: dict[str, dict[str, int]] = {
         "recall": 12,
         "samples": 9,
         "gates": 7,
+        "recompute": 7,
         "memory": 5,
         "again": 5,
         "future": 4,
@@ -54,6 +56,7 @@ KILLS: dict[str, dict[str, int]] = {
         "tokens": 3,
         "memory": 3,
         "samples": 2,
+        "recompute": 1,
         "pure": 2,
         "history": 0,
         "channels": 1,
@@ -95,6 +98,7 @@ KILLS: dict[str, dict[str, int]] = {
         "future": 4,
         "memory": 2,
         "pure": 1,
+        "recompute": 1,
         "history": 0,
         "samples": 0,
     },

@@ -224,7 +224,7 @@ class Trials(Crew):
 def is_eligible(animal: Animal) -> bool:
     """Whether suites can judge this animal: it must implement the gated delta rule with log-decay and beta as inputs.
 
-    An animal that is wrong only in later calls of a process is not eligible, since the order of a suite's cases would decide.
+    An animal that is wrong only in later calls of a process, or in ways of calling that no suite has, is not eligible.
     """
     domain, plain = animal.kind.domain, Domain()
     if getattr(animal.kind, "later_calls", False):

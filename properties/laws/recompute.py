@@ -1,0 +1,179 @@
+"""The law `recompute` of rules, modules and layers: a call in the ways in which models call kernels gives what a plain call gives.
+
+A variant is one way. Two of them are about what few kernels support, second derivatives and the transforms of torch.func. There an
+error is right too, because the caller then knows.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.operation import Inputs, gradient_name
+from oracles.tolerance.bound import Bound
+from properties.laws.common import halves, require
+from properties.laws.law import Bench, Cotangents, Law, Pair, Results, all_variants, pairs_of, present, with_others
+from properties.words.example import Example
+
+SAME = {  # ways that give what a plain call gives, and what a report says of them
+    "checkpoint": "under checkpoint(use_reentrant=False)",
+    "reentrant": "under checkpoint(use_reentrant=True)",
+    "offloaded": "with saved tensors moved to the CPU and back",
+    "twice": "of a second backward of the same graph",
+    "between": "with another call and its backward between forward and backward",
+}
+VARIANTS = (*SAME, "second", "frozen", "transforms")
+STEP = 1e-5  # of a finite difference in float64, as a part of each number
+SHARE, SHARE_OF_HALVES = 0.02, 0.5  # of the largest row, that a derivative along a direction may be off by; a lost part is more
+FLOOR = 1e-6  # the same as a part of the largest row of what is differentiated
+Words = Callable[[Any, str | None], str | None]
+
+
+def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Call in the way that the variant names.
+
+    - `checkpoint`, `reentrant`: under torch.utils.checkpoint, which runs the forward again in the backward.
+    - `offloaded`: saved tensors are copied to the CPU and back.
+    - `twice`: the graph is retained, and the backward runs twice.
+    - `between`: another call, with its backward, comes between forward and backward.
+    - `frozen`: some inputs require no gradient.
+    - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error.
+    - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
+
+    The bits of the first five are those of the plain call. A forward without gradients may round differently, so the outputs of
+    `reentrant` are judged by bounds. Derivatives along a direction are compared with differences of the float64 reference.
+    """
+    case, variant = example.case, example.variant or ""
+    inputs, cotangents = bench.call(case)
+    if variant in SAME:
+        yield from _same(bench, case, variant, inputs, cotangents)
+    elif variant == "frozen":
+        bounds = bench.bounds(inputs, cotangents)
+        for frozen in halves(present(case.spec, inputs), case.seed):
+            got = bench.under("frozen", inputs, cotangents, frozen=frozen)
+            yield from pairs_of(got, bounds, f"with {', '.join(frozen)} frozen")
+    elif variant == "second":
+        yield from _second(bench, case, inputs, cotangents)
+    else:
+        yield from _transforms(bench, case, inputs, cotangents)
+
+
+def _same(bench: Bench, case: Any, variant: str, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    once = bench.run(inputs, cotangents)
+    other = bench.call(with_others(case, bench.domain)) if variant == "between" else None
+    got = bench.under(variant, inputs, cotangents, other=other)
+    outputs = {port.name for port in case.spec.outputs}
+    exact = bench.domain.deterministic
+    bounds = {} if exact and variant != "reentrant" else bench.bounds(inputs, cotangents)
+    for name, value in got.items():
+        want = once[name] if exact and not (variant == "reentrant" and name in outputs) else bounds[name]
+        yield Pair(name, SAME[variant], value, want)
+
+
+def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    directions = _directions(case, inputs)
+    bounds = bench.bounds(inputs, cotangents)
+    got = bench.under("second", inputs, cotangents, directions=directions)
+    first = {name: value for name, value in got.items() if name in bounds}
+    yield from pairs_of(first, bounds, "with create_graph=True")
+    if not any(name.startswith("second ") for name in got):
+        return  # refused
+    wanted = _along(bench, inputs, cotangents, directions, bounds)
+    for name in directions:
+        gradient = gradient_name(name)
+        yield Pair(gradient, "differentiated again", got[f"second {gradient}"], wanted[gradient])
+
+
+def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    names, directions = present(case.spec, inputs), _directions(case, inputs)
+    other, _ = bench.call(with_others(case, bench.domain))
+    bounds = bench.bounds(inputs, cotangents)
+    yield from pairs_of(bench.run(inputs, cotangents), bounds, "of a plain call")
+    if (found := bench.transformed("vjp", inputs, names, {}, cotangents)) is not None:
+        outputs, gradients = found
+        results = {**outputs, **dict(zip(map(gradient_name, names), gradients, strict=True))}
+        yield from pairs_of(results, bounds, "of torch.func.vjp")
+    if (found := bench.transformed("jvp", inputs, names, directions, None)) is not None:
+        outputs, tangents = found
+        yield from pairs_of(outputs, bounds, "of torch.func.jvp")
+        wanted = _along(bench, inputs, None, directions, bounds)
+        yield from pairs_of(dict(zip(outputs, tangents, strict=True)), wanted, "along a direction")
+    if (found := bench.transformed("vmap", inputs, names, {name: other[name] for name in names}, None)) is not None:
+        outputs, others = found
+        yield from pairs_of(outputs, bounds, "of torch.func.vmap")
+        yield from pairs_of(dict(zip(outputs, others, strict=True)), bench.bounds(other, None), "of vmap's second call")
+
+
+def _directions(case: Any, inputs: Inputs) -> Results:
+    """Return a direction of each input, in proportion to its numbers, so that decays stay below 1."""
+    chance = torch.Generator().manual_seed(case.seed)
+    names = present(case.spec, inputs)
+    parts = {name: torch.rand(inputs[name].shape, generator=chance, device="cpu") * 2 - 1 for name in names}
+    return {name: (inputs[name] * part.to(inputs[name].device)).to(inputs[name].dtype) for name, part in parts.items()}
+
+
+def _along(bench: Bench, inputs: Inputs, cotangents: Cotangents, directions: Results, bounds: dict[str, Bound]) -> dict[str, Bound]:
+    """Return the derivatives of results along the directions, by differences of the float64 reference.
+
+    For gradients these are also the gradients of the product of all gradients with the directions, because second derivatives are
+    symmetric.
+    """
+    turned = cotangents and {name: x.double() for name, x in cotangents.items()}
+
+    def at(step: float) -> Results:
+        moved = {name: inputs[name].double() + step * x.double() for name, x in directions.items()}
+        return bench.truth(inputs.replaced(**moved), turned)
+
+    before, after, found = at(-STEP), at(STEP), dict[str, Bound]()
+    for name in before.keys() & bounds.keys():
+        value, allowed = (after[name] - before[name]) / (2 * STEP), bounds[name].allowed
+        share = SHARE if inputs[next(iter(directions))].dtype == torch.float32 else SHARE_OF_HALVES
+        limit = share * _largest(value, allowed) + FLOOR * _largest(bounds[name].value, allowed)
+        origin = f"{share:g} of the largest row of the derivative"
+        found[name] = Bound(value, torch.full_like(allowed, limit + torch.finfo(torch.float32).tiny), origin)
+    return found
+
+
+def _largest(x: Tensor, rows: Tensor) -> float:
+    """Return the size of the largest row; the tensor `rows` has a number for each."""
+    sizes = x.abs() if rows.ndim == x.ndim else x.norm(dim=-1)
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def recompute_law(
+    cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, leaves_out: tuple[str, ...] = (), about: tuple[str, ...] = ()
+) -> Law:
+    """Return the law for a book whose cases `cases(domain)` draws.
+
+    `calm(case, variant)` returns the words that a case lacks for a derivative along a direction to be well above rounding, or None.
+    `leaves_out` names the variants that another law of the book has.
+    """
+    variants = tuple(variant for variant in VARIANTS if variant not in leaves_out)
+
+    def lacks(case: Any, variant: str | None) -> str | None:
+        if not case.backward:
+            return "backward=yes"
+        if variant == "frozen":
+            needed = [port.name for port in case.spec.inputs if port.dtype != "index" and not port.optional]
+            return None if len(needed) > 1 else "an operation with two inputs"
+        return calm(case, variant) if variant in ("second", "transforms") else None
+
+    def draw(domain: Any) -> st.SearchStrategy[Example]:
+        drawn = cases(domain).filter(lambda case: case.backward)
+        return all_variants(drawn, lambda case: [variant for variant in variants if lacks(case, variant) is None])
+
+    return Law(
+        "recompute",
+        "exact",
+        "a call under checkpointing, with saved tensors moved away, or with other calls and a backward between gives what a plain "
+        "call gives; second derivatives and the transforms of torch.func are right or raise an error",
+        draw,
+        recompute,
+        require(backward=True),
+        variants=variants,
+        lacks=lacks,
+        turns=lambda domain: variants,
+        about=about,
+    )

@@ -1,0 +1,182 @@
+"""The law `recompute`: each variant detects a wrong implementation that no other does, and right ones pass."""
+
+import collections
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from oracles.operation import Inputs
+from properties.books import book_of
+from properties.laws.recompute import VARIANTS
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
+from verify.engine.drawing import of_law
+from verify.engine.profiles import PROFILES
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.line import Run
+from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.zoo import wrong_recompute
+from verify.zoo.animals import right_of
+from verify.zoo.base import Chunkwise
+
+HERE = "tests/test_recompute.py"
+RULE = "lengths=2 key_dim=2 value_dim=2 state=random gate=10"
+CONV = "op=causal_conv1d lengths=2 width=2 conv_width=2 bias=yes state=random"
+LAYER = "op=gdn_layer lengths=2"
+# Each wrong implementation with the only variant that shows it, and a small case.
+SEEN_BY = {
+    "SlotsByTurns": ("checkpoint", RULE),
+    "GradientsIntoLeaves": ("reentrant", RULE),
+    "GatesByAddress": ("offloaded", RULE),
+    "FreesInBackward": ("twice", RULE),
+    "OneBufferForGates": ("between", RULE),
+    "GradientsWithoutGraph": ("second", RULE),
+    "MapsTheFirst": ("transforms", RULE),
+    "ConvAllGradients": ("frozen", CONV),
+    "LayerOfOneBuffer": ("between", LAYER),
+}
+
+
+def outcome_of(variant: str, adapter: str, words: str) -> Outcome:
+    return execute(Run.parse(f"law=recompute variant={variant} adapter={adapter} {words}"))
+
+
+def variants_of(spec: str) -> tuple[str, ...]:
+    return book_of(adapter_of(spec).domain).laws["recompute"].variants
+
+
+def test_every_variant_and_every_wrong_implementation_is_in_the_table() -> None:
+    assert {variant for variant, _ in SEEN_BY.values()} == set(VARIANTS)
+    assert set(SEEN_BY) == {name for name, kind in vars(wrong_recompute).items() if hasattr(kind, "letter")}
+
+
+@pytest.mark.parametrize("name", SEEN_BY)
+@pytest.mark.slow_after_first
+def test_one_variant_alone_shows_it_and_its_right_form_passes_that_variant(name: str) -> None:
+    shown, words = SEEN_BY[name]
+    verdicts = {variant: outcome_of(variant, f"zoo/{name}", words).verdict for variant in variants_of(f"zoo/{name}")}
+    assert [variant for variant, verdict in verdicts.items() if verdict is Verdict.BROKEN] == [shown]
+    assert set(verdicts.values()) == {Verdict.HOLDS, Verdict.BROKEN}
+    right = right_of(getattr(wrong_recompute, name))
+    assert right is not None
+    assert outcome_of(shown, f"zoo/{right.__name__}", words).verdict is Verdict.HOLDS
+
+
+def examples_of(spec: str, profile: str, seed: int = 0) -> list[Example]:
+    domain, found = adapter_of(spec).domain, list[Example]()
+    of_law(book_of(domain).laws["recompute"], domain, seed, PROFILES[profile].examples_of("recompute"), found.append)
+    return found
+
+
+@pytest.mark.parametrize("spec", ["zoo/Chunkwise", "zoo/Conv", "zoo/Layered"])
+def test_a_check_plays_every_variant_once(spec: str) -> None:
+    counts = collections.Counter(example.variant for example in examples_of(spec, "quick"))
+    assert {*counts} == {*variants_of(spec)}
+    assert max(counts.values()) <= 2
+    assert [PROFILES[name].examples_of("recompute") for name in ("least", "few", "quick", "ci")] == [2, 5, 8, 50]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, words) in SEEN_BY.items() if words != LAYER])
+@pytest.mark.slow
+def test_the_default_profile_shows_it(name: str) -> None:
+    variant, spec = SEEN_BY[name][0], f"zoo/{name}"
+    found = (example for seed in range(3) for example in examples_of(spec, "quick", seed) if example.variant == variant)
+    assert any(execute(Run("recompute", spec, example)).verdict is Verdict.BROKEN for example in found)
+
+
+class Half(torch.autograd.Function):
+    """The square of x, whose backward takes one of the two factors for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return cotangents[0] * (x.detach() + x)
+
+
+class Refusing(torch.autograd.Function):
+    """The same values, with an error where a second derivative is asked for."""
+
+    forward = staticmethod(Half.forward)  # type: ignore[assignment]
+    backward = staticmethod(once_differentiable(Half.backward))  # type: ignore[assignment]
+
+
+class Squares(Chunkwise):
+    """The rule with v replaced by v^2 / v, whose second derivative is wrong although it has a graph."""
+
+    function: ClassVar[type[torch.autograd.Function]] = Half
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        squares: Tensor = self.function.apply(x.v.float())  # type: ignore[no-untyped-call]
+        return super().run(x.replaced(v=(squares / x.v.float().where(x.v != 0, 1)).to(x.v.dtype)))
+
+
+class RefusesSquares(Squares):
+    function = Refusing
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("Squares", Verdict.BROKEN), ("RefusesSquares", Verdict.HOLDS)])
+def test_a_second_derivative_with_a_part_left_out_is_found_and_an_error_is_right(name: str, verdict: Verdict) -> None:
+    outcome = outcome_of("second", f"{HERE}:{name}", RULE)
+    assert outcome.verdict is verdict, outcome
+    if verdict is Verdict.BROKEN:
+        assert "dv differentiated again" in {finding.output for finding in outcome.findings}
+
+
+def test_a_crash_in_a_way_of_calling_is_a_finding_about_the_call() -> None:
+    outcome = outcome_of("frozen", "zoo/ConvAllGradients", CONV)
+    assert [(finding.output, finding.kind) for finding in outcome.findings] == [("call", FailureKind.RAISED)]
+
+
+class Tangents(torch.autograd.Function):
+    """The identity, whose tangent is twice too large."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return cotangents[0].clone()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return 2 * tangents[0]
+
+
+class WrongTangents(Chunkwise):
+    """The rule, wrong in forward mode only."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(v=Tangents.apply(x.v)))  # type: ignore[no-untyped-call]
+
+
+def test_a_wrong_tangent_is_found() -> None:
+    outcome = outcome_of("transforms", f"{HERE}:WrongTangents", RULE)
+    assert {finding.output for finding in outcome.findings} == {"o along a direction", "final_state along a direction"}
+
+
+def test_cases_without_a_backward_or_far_from_one_are_refused() -> None:
+    law = book_of(Domain()).laws["recompute"]
+    for words, variant, message in [
+        ("lengths=2 backward=no", "twice", "backward=yes"),
+        ("lengths=2 values=large", "second", "values=ordinary"),
+        ("lengths=2 dtype=fp16", "transforms", "no fp16"),
+        ("lengths=2 gate=saturated", "second", "gate="),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            law.accept(Example(Case.parse(words), None, variant))
+    assert law.needs(Domain(backward=False)) == "backward is not supported"

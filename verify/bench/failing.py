@@ -1,0 +1,31 @@
+"""Faults of the world: an operation in the middle of a call fails, as an allocation does when memory runs out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MESSAGE = "out of memory, as the law makes it in the middle of a call"
+
+
+class Fault(TorchDispatchMode):
+    """A context in which operation number `at` of torch raises torch.OutOfMemoryError, once. `failed` says whether it did.
+
+    Every allocation of torch is an operation, and so is every kernel of torch. A kernel of another compiler gets memory of torch.
+    Views allocate nothing and are not counted.
+    """
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left, self.failed = at, False
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, or raise instead of it."""
+        self.left -= not getattr(function, "is_view", False)
+        if self.left == 0 and not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError(MESSAGE)
+        return function(*args, **(kwargs or {}))

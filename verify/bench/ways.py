@@ -1,0 +1,196 @@
+"""Ways to compute outputs and gradients: as one plain call, under checkpointing, with saved tensors moved away, and others.
+
+`AdapterBench.under` calls an implementation in a way that a law names. Models call kernels in all of them.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from oracles.operation import Inputs, gradient_name
+from properties.laws.law import Results
+from verify.bench.failing import Fault
+
+Call = Callable[[dict[str, Tensor]], Any]  # from the tensors of a call by name to what the implementation returns
+Gradients = Sequence[Tensor | None]
+ALIGNMENT = 64  # bytes, as torch's allocator aligns tensors on a CPU
+
+
+class Plain:
+    """One call, and one backward pass of torch.autograd.grad. `more` are results beside outputs and gradients."""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None, directions: Results | None = None) -> None:
+        self.meanwhile, self.directions, self.more = meanwhile, directions or {}, dict[str, Tensor]()
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        """What the implementation returns."""
+        return call(leaves)
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        """The gradients of the leaves; None where none arrives."""
+        return torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True)
+
+
+class Checkpoint(Plain):
+    """The forward runs again in the backward, whose saved tensors are those of the second forward."""
+
+    reentrant = False
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        def again(*values: Tensor) -> Any:
+            return call(dict(zip(leaves, values, strict=True)))
+
+        return checkpoint(again, *leaves.values(), use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpoint):
+    """The forward runs without gradients, and again in the backward, which is a backward pass inside a backward pass.
+
+    Such a checkpoint refuses torch.autograd.grad, so gradients are those that `backward` adds to the leaves.
+    """
+
+    reentrant = True
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        torch.autograd.backward(outputs, cotangents)
+        return [leaf.grad for leaf in leaves.values()]
+
+
+class Offloaded(Plain):
+    """Saved tensors are copied to the CPU, and copied back for the backward."""
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        def pack(x: Tensor) -> tuple[torch.device, Tensor]:
+            return x.device, _copied(x, torch.device("cpu"))
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            device, copy = packed
+            return _copied(copy, device)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return call(leaves)
+
+
+class Twice(Plain):
+    """The graph is retained, and the gradients are those of a second backward."""
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True, retain_graph=True)
+        return super().gradients(outputs, leaves, cotangents)
+
+
+class Between(Plain):
+    """Another call, with its backward, comes between the forward and the backward, as the next layer of a model does."""
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        self.meanwhile()
+        return super().gradients(outputs, leaves, cotangents)
+
+
+class Second(Plain):
+    """Gradients with create_graph=True. `more` has the gradients of their product with `directions`, by the name "second dq".
+
+    If any error is raised, `more` stays empty. A gradient without a graph is taken for a constant, as torch takes it.
+    """
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        inputs, first = [*leaves.values()], None
+        try:
+            # Cotangents without a gradient would hide once_differentiable: torch then leaves its error out.
+            turned = [x.detach().clone().requires_grad_() for x in cotangents]
+            first = torch.autograd.grad(outputs, inputs, turned, allow_unused=True, create_graph=True)
+            products = [
+                (gradient.double() * self.directions[name].double()).sum()
+                for name, gradient in zip(leaves, first, strict=True)
+                if gradient is not None and gradient.requires_grad
+            ]
+            if products:
+                torch.autograd.backward(products)  # torch.autograd.grad leaves out once_differentiable's error too
+        except Exception:  # whatever is raised, second derivatives are refused
+            return super().gradients(outputs, leaves, cotangents) if first is None else first
+        for name, leaf in leaves.items():
+            self.more[f"second {gradient_name(name)}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return first
+
+
+class Failing(Plain):
+    """Operation number `at` of the call, or of its backward, fails as if memory had run out (verify/bench/failing.py)."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.fault = Fault(at)
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        with self.fault:
+            return super().outputs(call, leaves)
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        with self.fault:
+            return super().gradients(outputs, leaves, cotangents)
+
+
+WAYS: Mapping[str, type[Plain]] = {
+    "checkpoint": Checkpoint,
+    "reentrant": Reentrant,
+    "offloaded": Offloaded,
+    "twice": Twice,
+    "between": Between,
+    "second": Second,
+    "frozen": Plain,
+}
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    """A copy with the same strides and, on a CPU, the same alignment. With others, a product of matrices may round differently."""
+    x = x.detach()
+    if not x.numel():
+        return x.clone().to(device)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    lead = x.data_ptr() % ALIGNMENT // x.element_size()
+    memory = torch.zeros(lead + span, dtype=x.dtype, device=device)
+    memory[lead:] = x.as_strided((span,), (1,))
+    return memory.as_strided(x.shape, x.stride(), lead)
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+Tensors = tuple[Tensor, ...]
+
+
+def by_vjp(function: Function, values: Tensors, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    """The outputs, and the gradients that torch.func.vjp gives."""
+    outputs, back = cast("tuple[Tensors, Callable[[Tensors], Tensors]]", torch.func.vjp(function, *values))
+    return outputs, back(tuple(x.to(output.dtype) for x, output in zip(cotangents, outputs, strict=True)))
+
+
+def by_jvp(function: Function, values: Tensors, directions: Tensors) -> tuple[Tensors, Tensors]:
+    """The outputs, and their derivatives along the directions that torch.func.jvp gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch imports what it deprecates
+        return cast("tuple[Tensors, Tensors]", torch.func.jvp(function, values, directions))
+
+
+def by_vmap(function: Function, values: Tensors, others: Tensors) -> tuple[Tensors, Tensors]:
+    """The outputs of two calls that torch.func.vmap makes in one."""
+    both = [torch.stack(pair) for pair in zip(values, others, strict=True)]
+    results = torch.func.vmap(function)(*both)
+    return tuple(x[0] for x in results), tuple(x[1] for x in results)
+
+
+TRANSFORMS: Mapping[str, Callable[[Function, Tensors, Tensors], tuple[Tensors, Tensors]]] = {
+    "vjp": by_vjp,
+    "jvp": by_jvp,
+    "vmap": by_vmap,
+}
+
+
+def function_of(call: Callable[[Inputs], Results], inputs: Inputs, names: Sequence[str]) -> Function:
+    """A function from the tensors of some inputs to the outputs, in their order, for torch.func."""
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(call(inputs.replaced(**dict(zip(names, values, strict=True)))).values())
+
+    return function
