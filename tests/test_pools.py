@@ -429,6 +429,7 @@ KILLED_BY = {
     pools.SlotsByIdentity: Kill("refill", 1, 2),
     pools.SlotsByAddress: Kill("history", 1, 13),
     pools.QueueAfterAnError: Kill("history", 2, 2),
+    pools.TakesStatesOut: Kill("history", 2, 2),
     pools.StatesOfAllThreads: Kill("history", 1, 2),
     pools.TreesAsChains: Kill("oracle", 4),
     pools.TreesByTheNextRequest: Kill("oracle", 6, 2),

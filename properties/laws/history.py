@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from oracles.arithmetic.counter import mix_words
 from oracles.operation import NAMES, Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, pairs_of, present, with_others
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-HISTORIES = ("others", "refill", "freed", "gradients", "refused", *AT_ONCE)
+HISTORIES = ("others", "refill", "freed", "gradients", "refused", "failed", *AT_ONCE)
+FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
 
@@ -31,6 +33,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
+    - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
 
     A repeated call is compared bit for bit only after calls of the same shapes. A compiler may make a new program for other shapes,
@@ -42,6 +45,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         "freed": _freed,
         "gradients": _gradients,
         "refused": _refused,
+        "failed": _failed,
         "threads": _at_once,
         "streams": _at_once,
     }[example.variant or ""]
@@ -152,6 +156,35 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
     required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
     bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
     yield from pairs_of(bench.run(inputs, cotangents), bounds, "of the first call, repeated after a call without a required tensor")
+
+
+def _failed(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The calls that fail come first, because an earlier call may have filled what a call that fails leaves half filled."""
+    inputs, cotangents = bench.call(example.case)
+    for _ in failures(bench, inputs, cotangents, example.case.seed):
+        pass
+    bounds = bench.bounds(inputs, cotangents)
+    yield from pairs_of(bench.run(inputs, cotangents), bounds, "of a call after it had failed for lack of memory")
+
+
+def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) -> Iterator[tuple[int, Inputs]]:
+    """Let calls fail, and yield the number of the operation that failed and the inputs as the call left them.
+
+    The numbers lie close at first, and then further apart. They increase, so that what a call keeps for ever is not yet there, and
+    then decrease, so that a later call does not clear away what a call has left.
+    """
+    places, at = list[int](), 1
+    for turn in range(FAILURES):
+        places.append(at + mix_words(seed, f"failure {turn}") % (1 + at // 3))
+        at += 1 + at // 3
+    end = places[-1] + 1
+    for place in (*places, *reversed(places)):
+        if place >= end:
+            continue
+        if (left := bench.fail(inputs, cotangents, place)) is None:
+            end = place
+        else:
+            yield place, left
 
 
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -3,14 +3,17 @@
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.laws.history import AT_ONCE, at_once
+from oracles.tolerance.bound import Bound
+from properties.laws.history import AT_ONCE, at_once, failures
 from properties.laws.law import Bench, Blind, Pair, either, examples_of
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain, pool_cases
-from properties.pools.rows import equal, judged, meaningful, other_of
+from properties.pools.rows import equal, judged, meaningful, only, other_of
 from properties.words.example import Example
 
 
@@ -21,6 +24,8 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
+    - `failed`: calls on copies of the pool in which an operation fails as if memory had run out. Such a call leaves each slot as it
+      was or as the call would store it.
     - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
     """
     case = example.case
@@ -32,6 +37,9 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     if example.variant == "freed":
         got = bench.renew(earlier_call(bench, case).inputs(), inputs, None)
         yield from judged(got, bounds, meant, "in memory that an earlier call's tensors had")
+        return
+    if example.variant == "failed":
+        yield from _failed(bench, example, inputs, bounds, meant)
         return
     once = bench.run(inputs, None)
     if example.variant == "refused":
@@ -51,6 +59,18 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from equal(again, once, meant, "of a call as an earlier one")
     else:
         yield from judged(again, bounds, meant, "of a call as an earlier one")
+
+
+def _failed(bench: Bench, example: Example, inputs: Inputs, bounds: dict[str, Bound], meant: dict[str, Tensor]) -> Iterator[Pair]:
+    for at, left in failures(bench, inputs, None, example.case.seed):
+        slots = (slice(None), *[None] * (inputs.pool.ndim - 1))
+        same = (left.pool == inputs.pool).flatten(1).all(-1)
+        stored = torch.where(same[slots], bounds["pool"].value, left.pool)
+        others = ~meant["pool"]
+        yield from judged({"pool": stored}, bounds, {"pool": meant["pool"]}, f"after operation {at} of the call had failed")
+        where = f"after operation {at} of the call had failed, other slots"
+        yield Pair("pool", where, only(left.pool, others), only(inputs.pool, others))
+    yield from judged(bench.run(inputs, None), bounds, meant, "of a call after it had failed for lack of memory")
 
 
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -84,7 +104,7 @@ def earlier_call(bench: Bench, case: PoolCase) -> PoolCase:
 
 def histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
     """Return examples of every history that can happen to calls of a domain. Two streams need a GPU."""
-    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
+    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",), ("failed",)]
     kinds += [("threads",)] if domain.rule.threads else []
     kinds += [("streams",)] if gpu and domain.rule.streams else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])

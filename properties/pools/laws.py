@@ -456,7 +456,7 @@ POOL_LAWS: dict[str, Law] = {
             "if deterministic=True",
             histories,
             history,
-            variants=("shapes", "freed", "refused", "threads", "streams"),
+            variants=("shapes", "freed", "refused", "failed", "threads", "streams"),
             plain=True,
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),

@@ -135,6 +135,18 @@ class ConvWeightByAddress(Conv, letter="K", incident=(36,)):
         return self.seen.setdefault(key, (x.weight, super().taps(x).clone()))[1]
 
 
+class ConvOnesBeforeTheyAreFull(Conv, letter="K"):
+    """Ones are kept by the weight's shape before they are filled in, so a call that fails in between leaves zeros."""
+
+    seen: ClassVar[dict[torch.Size, Tensor]] = {}
+
+    def taps(self, x: Inputs) -> Tensor:
+        if x.weight.shape not in self.seen:
+            self.seen[x.weight.shape] = torch.zeros(x.weight.shape)
+            self.seen[x.weight.shape].copy_(torch.ones(x.weight.shape))
+        return super().taps(x) * self.seen[x.weight.shape]
+
+
 class ConvResetsAtBlocks(Conv, letter="C", incident=(4,)):
     """The first token of each block of 64 does not see the last ones of the block before, because the halo is lost."""
 

@@ -94,6 +94,19 @@ class NestedAfterAnError(Remembers, letter="K"):
         return super().initial(x, row) * (self.depth == 1)
 
 
+class MaskBeforeItIsFull(Remembers, letter="K"):
+    """The mask of a chunk is kept by its size before it is filled, so a call that fails in between leaves an empty one."""
+
+    seen: ClassVar[dict[int, Tensor]] = {}
+
+    def decays(self, total: Tensor) -> Tensor:
+        size = total.shape[-1]
+        if size not in self.seen:
+            self.seen[size] = torch.zeros(size, size)
+            self.seen[size].add_(torch.ones(size, size).tril())
+        return super().decays(total) * self.seen[size]
+
+
 class ScratchOfAllThreads(Remembers, letter="R"):
     """Rounded operands go through an attribute of the class, which a call in another thread may replace in the meantime."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.layers.domain import LayerDomain
 from verify.zoo.base import Chunkwise, KdaLayered, Layered
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
@@ -259,6 +260,21 @@ class WeightOfInference(Layered, letter="K"):
         elif not weight.requires_grad:
             return super().project(x, weight)
         return super().project(x, self.seen.get(key, weight))
+
+
+class SpeedsOfACallThatFailed(Layered, letter="K"):
+    """Decay speeds are summed up in a buffer that the call clears in the end, so a call that fails leaves its own there."""
+
+    domain = LayerDomain(threads=False)
+    buffers: ClassVar[dict[int, Tensor]] = {}
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        speed = x.A_log.detach().exp()
+        buffer = self.buffers.setdefault(len(speed), torch.zeros(len(speed)))
+        buffer += speed
+        decay = super().decay(x, a) - (buffer - speed)
+        buffer.zero_()
+        return decay
 
 
 class KdaGateIsSilu(KdaLayered, letter="-"):

@@ -296,6 +296,15 @@ class QueueAfterAnError(Serving, letter="S"):
         return super().begins(x, request) or (self.late and request == 0)
 
 
+class TakesStatesOut(Serving, letter="S"):
+    """A state is taken out of its slot and put back in the end, so a call that fails in between loses it."""
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot).clone()
+        x.pool[slot] = 0
+        return state
+
+
 class LargeValuesChangeThePath(Serving, letter="-"):
     """If any request has a large value, all requests take a right path that rounds differently."""
 

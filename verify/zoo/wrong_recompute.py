@@ -75,10 +75,9 @@ class _Once(_Rule):
         return _Rule.backward(ctx, *cotangents)
 
 
-class SlotsByTurns(Recomputes):
+class SlotsByTurns(Recomputes, letter="F"):
     """Keys are saved in one of two scales, and the graph notes which came last. A checkpoint saves them again in the other one."""
 
-    letter = "F"
     forwards: ClassVar[int] = 0
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
@@ -93,10 +92,8 @@ class SlotsByTurns(Recomputes):
         return [t / 2 if i == place and ctx.turn else t for i, t in enumerate(ctx.saved_tensors)]
 
 
-class GradientsIntoLeaves(Recomputes):
+class GradientsIntoLeaves(Recomputes, letter="F"):
     """The backward runs `backward` on the inputs themselves, so a leaf gets its gradient there and again from autograd."""
-
-    letter = "F"
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
         ctx.leaves = tensors
@@ -115,10 +112,9 @@ class GradientsIntoLeaves(Recomputes):
         return [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
 
 
-class GatesByAddress(Recomputes):
+class GatesByAddress(Recomputes, letter="K"):
     """The backward looks its gates up by the address of the saved ones, and takes zeros where it finds none."""
 
-    letter = "K"
     gates: ClassVar[dict[tuple[int, torch.Size], Tensor]] = {}
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
@@ -133,10 +129,8 @@ class GatesByAddress(Recomputes):
         return tensors
 
 
-class FreesInBackward(Recomputes):
+class FreesInBackward(Recomputes, letter="F"):
     """Values are kept in the graph outside save_for_backward, and the backward overwrites them to save memory."""
-
-    letter = "F"
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
         super().keep(ctx, tensors)
@@ -149,10 +143,9 @@ class FreesInBackward(Recomputes):
         return tensors
 
 
-class OneBufferForGates(Recomputes):
+class OneBufferForGates(Recomputes, letter="K"):
     """Gates are kept in one buffer for each shape, which the next call's forward overwrites before this call's backward."""
 
-    letter = "K"
     domain = Domain(threads=False)
     buffers: ClassVar[dict[tuple[torch.Size, torch.dtype], Tensor]] = {}
 
@@ -167,19 +160,15 @@ class OneBufferForGates(Recomputes):
         return tensors
 
 
-class GradientsWithoutGraph(Recomputes):
+class GradientsWithoutGraph(Recomputes, letter="F"):
     """The backward is not marked once_differentiable, so second derivatives lack the part through the rule (FLA 0.6.0)."""
-
-    letter = "F"
 
     def function(self) -> type[torch.autograd.Function]:
         return _Rule
 
 
-class MapsTheFirst(Recomputes):
+class MapsTheFirst(Recomputes, letter="F"):
     """A rule for torch.func.vmap takes the initial states of the first call for all calls."""
-
-    letter = "F"
 
     def function(self) -> type[torch.autograd.Function]:
         return _Mapped
@@ -233,10 +222,8 @@ class ConvOneFunction(Conv):
         return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
 
 
-class ConvAllGradients(ConvOneFunction):
+class ConvAllGradients(ConvOneFunction, letter="F"):
     """The gradients that are needed are returned one after another, as if all of them were."""
-
-    letter = "F"
 
     def needed(self, gradients: Gradients, needs: tuple[bool, ...]) -> Gradients:
         some = [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
@@ -268,10 +255,9 @@ class LayerOfRecomputes(Layered):
         return Recomputes().run(x)
 
 
-class LayerOfOneBuffer(LayerOfRecomputes):
+class LayerOfOneBuffer(LayerOfRecomputes, letter="K"):
     """The gates of its rule are kept in one buffer for each shape, so a second layer before the backward replaces them."""
 
-    letter = "K"
     domain = LayerDomain(threads=False)
 
     def rule(self, x: Inputs) -> Answer:
