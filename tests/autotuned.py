@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs
 from tests.right import Chunkwise
@@ -39,6 +40,7 @@ class _Copied(torch.autograd.Function):
         return twice
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
         return cotangents[0], None
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs
 from properties.pools.domain import PoolDomain
@@ -139,6 +140,7 @@ class _Truncated(torch.autograd.Function):
         return (x.float().contiguous().view(torch.int32) & ~((1 << 13) - 1)).view(torch.float32)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> Tensor:
         return (cotangents[0].contiguous().view(torch.int32) & ~((1 << 13) - 1)).view(torch.float32)
 
@@ -264,6 +266,7 @@ class _SumsAgain(torch.autograd.Function):
         return o, state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, direction: Tensor) -> Any:  # type: ignore[override]
         (q, k, stored, beta, state), (scale, after) = ctx.saved_tensors, ctx.back
         dq, dk, dv, dbeta = (torch.empty(x.shape) for x in (q, k, stored, beta))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
@@ -182,6 +183,7 @@ class _Stored(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
         y, rstd = ctx.saved_tensors
         y, dy = y.float(), cotangents[0].float()
@@ -257,6 +259,7 @@ class _NormOfTwoSums(torch.autograd.Function):
         return kept * rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
         total, rstd = ctx.saved_tensors
         y, dy = total.float() * rstd, cotangents[0]

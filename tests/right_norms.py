@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs
 from oracles.rule.gated_delta import repeat_heads
@@ -127,6 +128,7 @@ class _AcrossShortRows(torch.autograd.Function):
         return x * rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
         y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
         (dy,) = cotangents
