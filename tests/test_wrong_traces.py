@@ -46,6 +46,9 @@ KILLED_BY = {
     traces.AcceptedOfTheStepBefore: "alone",
     traces.DraftsFromTheBuffer: "dropped",
     traces.NoWriteAfterFour: "session",
+    traces.OneWidthForAllDrafts: "tags",
+    traces.AcceptedOfDraftsAlone: "tags",
+    traces.NoneAcceptedIsOne: "tags",
     traces.VerifyWithoutDecay: "session",
     traces.OneTokenIsADecode: "session",
     traces.PromptForgetsItsPrefix: "tags",
@@ -96,23 +99,32 @@ SEEN_BY_ONE_LAW = {
     traces.SlotsDecideTheRounding: "renamed",
 }
 OTHER_CASES = 2
+# Wrong engines that only one form of step shows, with the domain that lacks it, in which they hold.
+SHOWN_BY_ONE_FORM = {
+    traces.OneWidthForAllDrafts: TraceDomain(ragged=False),
+    traces.AcceptedOfDraftsAlone: TraceDomain(ragged=False),
+    traces.NoneAcceptedIsOne: TraceDomain(none_accepted=False),
+}
 
 
 @functools.cache
-def examples(law: str) -> list[Example]:
+def examples(law: str, domain: TraceDomain = traces.Serves.domain) -> list[Example]:
     """The examples that a check of the default profile draws for a law."""
     found: list[Example] = []
-    of_law(TRACE_LAWS[law], traces.Serves.domain, 0, PROFILES["quick"].examples_of(law), found.append)
+    of_law(TRACE_LAWS[law], domain, 0, PROFILES["quick"].examples_of(law), found.append)
     return found
 
 
 @functools.cache
-def broken(animal: type[traces.Serves], law: str, most: int | None = None) -> int | None:
+def broken(
+    animal: type[traces.Serves], law: str, most: int | None = None, domain: TraceDomain = traces.Serves.domain
+) -> int | None:
     """The number of the first example in which a law finds the animal broken, or None.
 
     Without `most`, examples in float32 come first, because a wrong result is far over their tolerance, and needs no second look.
     """
-    asked = examples(law)[:most] if most else sorted(examples(law), key=lambda example: example.case.dtype != "fp32")
+    drawn = examples(law, domain)
+    asked = drawn[:most] if most else sorted(drawn, key=lambda example: example.case.dtype != "fp32")
     for number, example in enumerate(asked, 1):
         try:
             if judge(TRACE_LAWS[law].check(TraceBench(animal(), example.case), example), place_of).findings:
@@ -147,6 +159,13 @@ def test_what_one_law_alone_sees_the_others_do_not(animal: type[traces.Serves], 
     assert {name: broken(animal, name, OTHER_CASES) for name in others} == dict.fromkeys(others)
 
 
+@pytest.mark.parametrize(("animal", "domain"), SHOWN_BY_ONE_FORM.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.slow
+def test_only_its_form_shows_the_wrong_engine(animal: type[traces.Serves], domain: TraceDomain) -> None:
+    assert KILLED_BY[animal] == "tags"
+    assert [broken(animal, law, domain=domain) for law in ("tags", "ledger")] == [None, None]
+
+
 @pytest.mark.slow
 def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     from verify.engine.check import Check
@@ -174,6 +193,12 @@ def test_a_broken_session_is_also_told_in_tags() -> None:
     )
     run = Run.parse(command.removeprefix('gdn-verify repeat "').rstrip('"'))
     assert (run.law, run.example.case.value_dim, execute(run).verdict) == ("tags", 4, Verdict.BROKEN)
+    what, _ = told("OneWidthForAllDrafts", "trace=p:a5,b3/v:b1:2,a2:4 slots=2 gate=10")
+    assert what.endswith("holds in row 7 of head 0 the tag of request a's rejected draft 2 in event 2, must hold zeros")
+    what, _ = told("AcceptedOfDraftsAlone", "trace=p:a5,b3/v:b1:1,a2:4 slots=2 gate=10")
+    assert what.endswith("must hold the tag of request a's token 6")
+    what, _ = told("NoneAcceptedIsOne", "trace=p:a5/v:a0:4 slots=1 gate=10")
+    assert what.endswith("holds in row 5 of head 0 the tag of request a's rejected draft 0 in event 2, must hold zeros")
     (numbers,) = told("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
     assert numbers == "every token is where it belongs, so the numbers that are computed from it are wrong"
     assert told("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"

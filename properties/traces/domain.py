@@ -48,6 +48,10 @@ class TraceDomain(AnyDomain):
     """The most tokens in a row of a prefill."""
     most_drafts: int = MOST_DRAFTS
     """The most tokens of a draft."""
+    ragged: bool = True
+    """Whether drafts of one verification may have different numbers of tokens, among them plain decodes of one token."""
+    none_accepted: bool = True
+    """Whether a draft may be rejected as a whole, so that its request stays where it is."""
     padding_slots: tuple[str, ...] = PADDING_SLOTS
     """The indices that padding rows may have, none if batches have no padding."""
     most_padding: int = MOST_ROWS
@@ -99,10 +103,17 @@ class TraceDomain(AnyDomain):
         longest = max((row.count for row in prefill), default=0)
         padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
         later = "" if self.later_prompts else _later_prompt(case)
+        drafts = [step for step in case.plan if step.kind == "v"]
+        ragged = [step.text for step in drafts if len({row.count for row in step.rows}) > 1 and not self.ragged]
+        refused = [
+            step.text for step in drafts if any(row.real and not row.accepted for row in step.rows) and not self.none_accepted
+        ]
         return (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
             (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
             (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
+            (not ragged, f"{''.join(ragged[:1])}: drafts of different numbers of tokens are not supported"),
+            (not refused, f"{''.join(refused[:1])}: a draft of which nothing is accepted is not supported"),
             (
                 case.pad in self.padding_slots or all(row.real for _, row in rows),
                 f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",
@@ -251,21 +262,34 @@ class _Author:
                 name = self.name(rows)
                 self.used.append(name)
                 rows[name] = self.length()
-        return f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True)}"
+        return (
+            f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True, tokens=self.padding_tokens)}"
+        )
 
     def resumed(self) -> str:
         """Return a prefill of the request that the last event preempted: of its old tokens, one more, or a part of them."""
         request = self.events[-1][-1]
         tokens = self.tokens[request]
         count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
-        return f"p:{self.padded([f'{request}{count}'], prefill=True)}"
+        return f"p:{self.padded([f'{request}{count}'], prefill=True, tokens=self.padding_tokens)}"
 
     def decode(self) -> str:
         return f"d:{self.padded(self.some())}"
 
     def verify(self) -> str:
+        if (self.domain.ragged or self.domain.none_accepted) and self.chance.random() < 1 / 2:
+            return self.ragged()
         accepted = (self.chance.choice((1, self.drafts, self.chance.randint(1, self.drafts))) for _ in iter(int, 1))
         return f"v{self.drafts}:{self.padded([f'{request}{next(accepted)}' for request in self.some()])}"
+
+    def ragged(self) -> str:
+        """Return a verification in which each row has its own number of tokens, some have one, and of some none is accepted."""
+        chance, rows = self.chance, list[str]()
+        for request in self.some():
+            count = chance.choice((1, self.drafts, chance.randint(1, self.drafts))) if self.domain.ragged else self.drafts
+            accepted = chance.choice((1, count, chance.randint(1, count)))
+            rows.append(f"{request}{0 if self.domain.none_accepted and chance.random() < 1 / 4 else accepted}:{count}")
+        return f"v:{self.padded(rows, tokens=lambda: f':{chance.randint(1, self.drafts) if self.domain.ragged else self.drafts}')}"
 
     def fork(self) -> str:
         chance = self.chance
@@ -281,14 +305,17 @@ class _Author:
         here = sorted(self.roll.tokens)
         return self.chance.sample(here, self.chance.choice((len(here), len(here), self.chance.randint(1, len(here)))))
 
-    def padded(self, rows: list[str], *, prefill: bool = False) -> str:
-        """Return the rows with padding rows at any place."""
+    def padded(self, rows: list[str], *, prefill: bool = False, tokens: Callable[[], str] = str) -> str:
+        """Return the rows with padding rows at any place. `tokens` says how many tokens one has, as text."""
         if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
             for _ in range(min(self.chance.choice((1, 1, 2)), self.domain.most_padding)):
                 place = self.chance.randint(0, len(rows))
-                tokens = min(self.chance.choice((1, 2, 3)), self.domain.most_tokens) if prefill else ""
-                rows.insert(place, f"{PADDING}{tokens}")
+                rows.insert(place, f"{PADDING}{tokens()}")
         return ",".join(rows)
+
+    def padding_tokens(self) -> str:
+        """Return the number of tokens of a padding row of a prefill."""
+        return str(min(self.chance.choice((1, 2, 3)), self.domain.most_tokens))
 
 
 @st.composite

@@ -295,6 +295,8 @@ class Pool(TraceAdapter):
     domain = TraceDomain(
         events=("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free"),
         dtypes=("bf16",),
+        ragged=False,  # `verify` views the tokens as [rows, drafts]
+        none_accepted=False,  # the token before a draft is verified with it, and always stays
         empty=False,  # prepare_chunk_indices counts no sequence of no tokens, so later chunks would belong to an earlier row
         snapshots=(0, CHUNK),
         snapshot_dtype="input",

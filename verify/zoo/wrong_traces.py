@@ -303,6 +303,43 @@ class NoWriteAfterFour(Serves):
         super().write([row for row, _ in written], [count for _, count in written])
 
 
+class OneWidthForAllDrafts(Serves):
+    """The state that is kept of a draft is looked for where it would be if all rows were as long as the longest (vllm 55504)."""
+
+    letter = "S"
+    incident = (20,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        widest = max(len(row.o) for row in self.drafted)
+        every = [state for row in self.drafted for state in row.states[1:]]
+        for place, (row, count) in enumerate(zip(self.drafted, accepted, strict=True)):
+            row.states[count] = every[min(place * widest + count, len(every)) - 1] if count else row.states[0]
+        super().commit(accepted)
+
+
+class AcceptedOfDraftsAlone(Serves):
+    """Counts of accepted tokens lie side by side for drafts alone, and are read with the plain decodes (vllm-xpu-kernels 599)."""
+
+    letter = "S"
+    incident = (20,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        lengths = [len(row.o) for row in self.drafted]
+        drafts = [count for count, length in zip(accepted, lengths, strict=True) if length > 1]
+        counts = (drafts + [1] * len(lengths))[: len(lengths)] if drafts else accepted
+        super().commit([min(count, length) for count, length in zip(counts, lengths, strict=True)])
+
+
+class NoneAcceptedIsOne(Serves):
+    """A draft of which nothing is accepted is committed like one of which the first token is (vllm 51508)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit([max(count, 1) for count in accepted])
+
+
 class VerifyWithoutDecay(Serves):
     """The kernel that verifies drafts leaves out the decay (mlx-swift-lm 218)."""
 
