@@ -353,6 +353,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
         TraceDomain(later_prompts=False, snapshots=(0, 16)),
         TraceDomain(ragged=False, most_drafts=4),
         TraceDomain(none_accepted=False, most_drafts=4),
+        TraceDomain(mixed=False),
         TraceDomain(prefill_padding=False, widths=(4,), most_drafts=2, grouped_heads=False, key_dims=(8, 8), value_dims=(24, 24)),
     ]
     for domain in domains:
@@ -367,6 +368,9 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
 @pytest.mark.slow
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
+    mixed = [step.rows for case in cases for step in case.plan if step.kind == "p" and any(row.count > 1 for row in step.rows)]
+    mixed = [rows for rows in mixed if any(row.real and row.start and row.count == 1 for row in rows)]
+    assert sum(any(row.snapshot is not None for row in rows) for rows in mixed) > 8, "snapshots in steps of continuous batching"
     ragged = [step.rows for case in cases for step in case.plan if step.kind == "v" and len({row.count for row in step.rows}) > 1]
     assert any({1, 2} <= {row.count for row in rows} for rows in ragged), "a plain decode beside drafts"
     assert any(row.real and not row.accepted for rows in ragged for row in rows)
@@ -407,6 +411,10 @@ OUTSIDE = {
     "trace=p:a1,b1/v:a0:2,b1:2": (
         {"none_accepted": False},
         "v:a0:2,b1:2: a draft of which nothing is accepted is not supported",
+    ),
+    "trace=p:a1/p:b2,a1": (
+        {"mixed": False},
+        "p:b2,a1: prompts beside one token of a request that goes on are not supported",
     ),
     "trace=p:a1/d:a,_": ({"padding_slots": ("0",)}, "pad=-1 is not among 0"),
     "trace=p:a1/d:a,_,_,_": ({"most_padding": 2}, "more than 2 padding rows in an event are not supported, got 3"),

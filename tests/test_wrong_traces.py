@@ -56,6 +56,7 @@ KILLED_BY = {
     traces.ShortPromptsDropTheWindow: "tags",
     traces.NoTokensMeanZeros: "alone",
     traces.RowsChangeStates: "tags",
+    traces.MixedStepsTakeNoSnapshot: "tags",
     traces.SnapshotHalfWay: "tags",
     traces.SnapshotOfTheEnd: "tags",
     traces.SnapshotWindowOfTheEnd: "tags",
@@ -104,6 +105,7 @@ SHOWN_BY_ONE_FORM = {
     traces.OneWidthForAllDrafts: TraceDomain(ragged=False),
     traces.AcceptedOfDraftsAlone: TraceDomain(ragged=False),
     traces.NoneAcceptedIsOne: TraceDomain(none_accepted=False),
+    traces.MixedStepsTakeNoSnapshot: TraceDomain(mixed=False),
 }
 
 
@@ -199,6 +201,8 @@ def test_a_broken_session_is_also_told_in_tags() -> None:
     assert what.endswith("must hold the tag of request a's token 6")
     what, _ = told("NoneAcceptedIsOne", "trace=p:a5/v:a0:4 slots=1 gate=10")
     assert what.endswith("holds in row 5 of head 0 the tag of request a's rejected draft 0 in event 2, must hold zeros")
+    what, _ = told("MixedStepsTakeNoSnapshot", "trace=p:a1/p:b64,a1 snapshots=64 gate=10")
+    assert what.startswith("a state holds a wrong tag: request b's snapshot's state after event 2 (p:b64,a1)")
     (numbers,) = told("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
     assert numbers == "every token is where it belongs, so the numbers that are computed from it are wrong"
     assert told("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"

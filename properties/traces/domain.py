@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 from hypothesis import strategies as st
@@ -62,6 +62,8 @@ class TraceDomain(AnyDomain):
     """Whether a prefill may have rows of no tokens."""
     later_prompts: bool = True
     """Whether a request that has decoded or verified may get several tokens of a prompt in one step; it may always get one."""
+    mixed: bool = True
+    """Whether one step may have prompts of some requests beside one token of requests that go on (continuous batching)."""
     snapshots: Annotated[tuple[int, ...], some_of("snapshots", SNAPSHOTS)] = (0, 64)
     """The distances in tokens between places where a snapshot may be taken; 0 means that none is taken."""
     snapshot_dtype: str = "state"
@@ -103,6 +105,7 @@ class TraceDomain(AnyDomain):
         longest = max((row.count for row in prefill), default=0)
         padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
         later = "" if self.later_prompts else _later_prompt(case)
+        mixed = [step.text for step in case.plan if step.kind == "p" and _mixed(step)] if not self.mixed else []
         drafts = [step for step in case.plan if step.kind == "v"]
         ragged = [step.text for step in drafts if len({row.count for row in step.rows}) > 1 and not self.ragged]
         refused = [
@@ -124,6 +127,7 @@ class TraceDomain(AnyDomain):
             ),
             (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
             (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
+            (not mixed, f"{''.join(mixed[:1])}: prompts beside one token of a request that goes on are not supported"),
             (not later, f"{later}: several tokens of a prompt after a decode are not supported"),
             *(
                 (has, f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}")
@@ -170,6 +174,12 @@ def _later_prompt(case: TraceCase) -> str:
     return ""
 
 
+def _mixed(step: Step) -> bool:
+    """Whether a prefill has one token of a request that goes on beside several tokens of another one."""
+    rows = [row for row in step.rows if row.real]
+    return any(row.count > 1 for row in rows) and any(row.count == 1 and not row.begins for row in rows)
+
+
 def _listed(domain: TraceDomain, name: str) -> str:
     return ", ".join(map(str, getattr(domain, name)))
 
@@ -204,6 +214,8 @@ class _Author:
         """Add an event, and sometimes the one that should follow at once."""
         here, chance = sorted(self.roll.tokens), self.chance
         ways: list[tuple[float, str, Callable[[], str]]] = [(3.0 if self.roll.room() else 0.5, "prefill", self.prefill)]
+        if here and self.domain.mixed:
+            ways.append((1.5, "prefill", self.mixed))
         if here:
             ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
             ways.append((1.0 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
@@ -262,16 +274,42 @@ class _Author:
                 name = self.name(rows)
                 self.used.append(name)
                 rows[name] = self.length()
-        return (
-            f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True, tokens=self.padding_tokens)}"
-        )
+        if not self.domain.mixed and any(count > 1 for count in rows.values()):
+            rows = {name: count for name, count in rows.items() if count != 1 or name not in self.roll.tokens}
+        return self.prompts(rows)
+
+    def mixed(self) -> str:
+        """Return a step of continuous batching: one or two prompts, and one token of every other request, in any order.
+
+        With snapshots, one is due in half of the steps.
+        """
+        chance, rows = self.chance, dict[str, int]()
+        for _ in range(chance.choice((1, 1, 2))):
+            going_on = [name for name in sorted(self.roll.tokens) if name not in self.decoded or self.domain.later_prompts]
+            going_on = [name for name in going_on if name not in rows]
+            if len(self.roll.tokens) + len(self.roll.saved) + len(rows) < self.slots:
+                name = self.name(rows)
+                self.used.append(name)
+            elif going_on:
+                name = chance.choice(going_on)
+            else:
+                break
+            due = self.snapshots and self.snapshots <= min(self.domain.most_tokens, self.left) and chance.random() < 1 / 2
+            rows[name] = self.snapshots if due else self.length()
+        rows |= {name: 1 for name in sorted(self.roll.tokens) if name not in rows}
+        return self.prompts({name: rows[name] for name in chance.sample(sorted(rows), len(rows))})
+
+    def prompts(self, rows: Mapping[str, int]) -> str:
+        """Return a prefill of so many tokens of each request."""
+        written = [f"{request}{count}" for request, count in rows.items()]
+        return f"p:{self.padded(written, prefill=True, tokens=self.padding_tokens)}"
 
     def resumed(self) -> str:
         """Return a prefill of the request that the last event preempted: of its old tokens, one more, or a part of them."""
         request = self.events[-1][-1]
         tokens = self.tokens[request]
         count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
-        return f"p:{self.padded([f'{request}{count}'], prefill=True, tokens=self.padding_tokens)}"
+        return self.prompts({request: count})
 
     def decode(self) -> str:
         return f"d:{self.padded(self.some())}"

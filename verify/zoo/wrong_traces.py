@@ -433,6 +433,22 @@ class RowsChangeStates(Serves):
         return super().prefill(batch)
 
 
+class MixedStepsTakeNoSnapshot(Serves):
+    """A prefill in which a request goes on with one token takes the way of decodes, and no snapshot is written (sglang 39342)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        names = zip(batch.requests, batch.starts, batch.lengths, strict=True)
+        if max(batch.lengths) == 1 or not any(name != PADDING and start and length == 1 for name, start, length in names):
+            super().save(batch, rows)
+            return
+        for request, count in zip(batch.requests, batch.snapshots, strict=True):
+            if count is not None and f"{request}@" not in self.owned:
+                self.owned[f"{request}@"] = self.take()
+
+
 # Snapshots of a prefix
 
 
