@@ -176,6 +176,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "widths": some(*CONV_WIDTHS),
         "most_tokens": one(1, 2, 3, 8, 64, 130),
         "most_drafts": one(1, 2, 3, 8),
+        "block": one(0, 1, 3, 16, 64, 256, 1056),
         "padding_slots": some(*PADDING_SLOTS, least=0),
         "most_padding": one(1, 2, 8),
         "snapshots": some(*SNAPSHOTS),

@@ -354,6 +354,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
         TraceDomain(ragged=False, most_drafts=4),
         TraceDomain(none_accepted=False, most_drafts=4),
         TraceDomain(mixed=False),
+        TraceDomain(block=1056, most_tokens=64, later_prompts=False),
         TraceDomain(prefill_padding=False, widths=(4,), most_drafts=2, grouped_heads=False, key_dims=(8, 8), value_dims=(24, 24)),
     ]
     for domain in domains:
@@ -382,6 +383,8 @@ def test_drawn_traces_have_every_event_and_length() -> None:
     assert any(kind == "v" and row.real and row.accepted < row.count for kind, row in rows)
     assert any(kind == "p" and row.real and row.start for kind, row in rows)
     assert {case.slots for case in cases} == {3, 4, 5, 6}
+    ends = [row.start + row.accepted for kind, row in rows if kind == "v" and row.real]
+    assert {63, 64, 65} <= {*ends}, "drafts that end just below, at and just over the end of a block"
     first = [step.rows[0].real for case in cases for step in case.plan if len(step.rows) > 1 and not all(r.real for r in step.rows)]
     assert {True, False} == set(first)  # padding stands before and behind
     assert any(stale_tail(case) for case in cases)
@@ -451,6 +454,7 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ),
         ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
+        ({"block": 1057}, "block must be in 0..1056, got 1057"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
         ({"most_padding": 0}, "most_padding must be in 1..64, got 0"),
         ({"key_dims": (5, 7), "width_step": 8}, "key_dims must contain a width in steps of 8, from 1 to 256, got (5, 7)"),

@@ -16,6 +16,7 @@ from properties.words.word import some_of
 
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
+MOST_BLOCK = 1056
 _KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 
@@ -62,6 +63,8 @@ class TraceDomain(AnyDomain):
     """Whether a prefill may have rows of no tokens."""
     later_prompts: bool = True
     """Whether a request that has decoded or verified may get several tokens of a prompt in one step; it may always get one."""
+    block: int = 64
+    """The tokens of a block of the engine's cache, at whose ends prompts and drafts are drawn to end; 0 if there are none."""
     mixed: bool = True
     """Whether one step may have prompts of some requests beside one token of requests that go on (continuous batching)."""
     snapshots: Annotated[tuple[int, ...], some_of("snapshots", SNAPSHOTS)] = (0, 64)
@@ -88,10 +91,15 @@ class TraceDomain(AnyDomain):
             raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
         if self.snapshot_dtype not in ("state", "input"):
             raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
-        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS), ("most_padding", MOST_ROWS)):
+        for name, least, most in (
+            ("most_tokens", 1, MOST_TOKENS),
+            ("most_drafts", 1, MOST_DRAFTS),
+            ("most_padding", 1, MOST_ROWS),
+            ("block", 0, MOST_BLOCK),
+        ):
             number = getattr(self, name)
-            if not isinstance(number, int) or not 1 <= number <= most:
-                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+            if not isinstance(number, int) or not least <= number <= most:
+                raise ValueError(f"{name} must be in {least}..{most}, got {number!r}")
         check_spans(self, "key_dims", "value_dims", most=MOST_WIDTH)
         for name, span in (("key_widths", "key_dims"), ("value_widths", "value_dims")):
             left = getattr(self, span) == getattr(TraceDomain, span) and self.width_step == 1
@@ -188,6 +196,9 @@ _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
+_PARTS = 18  # the most parts of a prompt that is to end near the end of a block
+_FILLED = 64  # tokens of such a prompt that count
+_MOST_EVENTS = 28  # from so many events on, a trace that fills a block has no more
 
 
 class _Author:
@@ -203,12 +214,26 @@ class _Author:
         self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
         self.admitted, self.left = 0, _TOKENS
+        blocks = domain.block > 0 and -(-domain.block // domain.most_tokens) <= _PARTS
+        self.fills = chance.randint(1, 4) if blocks and chance.random() < 1 / 3 else 0  # events before a request fills a block
+        if self.fills and domain.most_drafts > 1:
+            self.drafts = max(2, self.drafts)
+        self.parts = 0  # events that are only further parts of one prompt
 
     def trace(self, events: int) -> str:
         """Return a trace of about so many events, in which every slot had an owner and one slot had two."""
-        while len(self.events) < events or (self.admitted <= self.slots and len(self.events) < events + 8):
-            self.event()
+        while self.goes_on(events):
+            if self.fills and len(self.events) >= self.fills:
+                self.fills = 0
+                self.fill_block()
+            else:
+                self.event()
         return "/".join(self.events)
+
+    def goes_on(self, events: int) -> bool:
+        """Whether the trace has another event."""
+        few = len(self.events) - self.parts
+        return (few < events or (self.admitted <= self.slots and few < events + 8)) and len(self.events) < _MOST_EVENTS
 
     def event(self) -> None:
         """Add an event, and sometimes the one that should follow at once."""
@@ -254,7 +279,8 @@ class _Author:
         edges = [number for number in _LONG if number <= most]
         if self.snapshots:
             edges += [number for number in (self.snapshots, self.snapshots + 1) if number <= most]
-        if edges and chance.random() < (1 / 2 if self.snapshots else 1 / 6):
+        often = 1 / 3 if self.domain.mixed else 1 / 2  # steps of continuous batching have long prompts too
+        if edges and chance.random() < (often if self.snapshots else 1 / 6):
             return chance.choice(edges)
         return chance.choice(
             [number for number in (1, 2, 3, self.width - 1, self.width, 5, 1 + self.drafts) if 1 <= number <= most]
@@ -310,6 +336,42 @@ class _Author:
         tokens = self.tokens[request]
         count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
         return self.prompts({request: count})
+
+    def fill_block(self) -> None:
+        """Add prompts of a request that end near the end of a block, and mostly a step that begins near that end.
+
+        The tokens of a large block do not count, because only engines whose kernels are not interpreted have one.
+        """
+        chance, left = self.chance, self.left
+        names = [name for name in sorted(self.roll.tokens) if name not in self.decoded or self.domain.later_prompts]
+        if self.roll.room():
+            names = [self.name()]
+            self.used += names
+        if not names:
+            return
+        name = chance.choice(names)
+        drafts = self.drafts if "verify" in self.domain.events else 1
+        before = chance.choice((chance.randint(1, max(1, drafts - 1)), chance.randint(1, max(1, drafts - 1)), 0, 0, -1, drafts))
+        count = self.domain.block - self.roll.tokens.get(name, 0) % self.domain.block - before
+        while count < 1:
+            count += self.domain.block
+        self.parts = -(-count // self.domain.most_tokens) - 1
+        while count > 0:
+            part = min(count, self.domain.most_tokens)
+            self.add(self.prompts({name: part}))
+            count -= part
+        self.left = max(self.left, left - _FILLED)
+        ways = [(4.0 if before else 1.0, self.cross_block)] if drafts > 1 else []
+        ways += [(1.0 if before else 4.0, self.decode)] if "decode" in self.domain.events else []
+        if ways:
+            self.add(chance.choices([write for _, write in ways], [weight for weight, _ in ways])[0]())
+
+    def cross_block(self) -> str:
+        """Return a verification of drafts of which most are accepted as a whole."""
+        chance = self.chance
+        here = chance.sample(sorted(self.roll.tokens), len(self.roll.tokens))
+        rows = [f"{name}{chance.choice((self.drafts, self.drafts, chance.randint(1, self.drafts)))}" for name in here]
+        return f"v{self.drafts}:{self.padded(rows)}"
 
     def decode(self) -> str:
         return f"d:{self.padded(self.some())}"

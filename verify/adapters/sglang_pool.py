@@ -298,6 +298,7 @@ class Pool(TraceAdapter):
         ragged=False,  # `verify` views the tokens as [rows, drafts]
         none_accepted=False,  # the token before a draft is verified with it, and always stays
         empty=False,  # prepare_chunk_indices counts no sequence of no tokens, so later chunks would belong to an earlier row
+        block=0,  # a request has one slot, however many tokens it has
         snapshots=(0, CHUNK),
         snapshot_dtype="input",
         indices=("int32",),

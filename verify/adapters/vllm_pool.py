@@ -313,6 +313,7 @@ class Pool(TraceAdapter):
         padding_slots=("0",),
         prefill_padding=False,  # vLLM pads rows in graphs of decodes and of drafts alone
         empty=False,  # a request without tokens has no row
+        block=0,  # with mamba_cache_mode="none", blocks are drafts' and not tokens'
         snapshots=(0,),
         indices=("int32",),
         most_padding=PADDING_ROWS,
