@@ -42,6 +42,7 @@ from properties.rules.case import (
 )
 from properties.rules.domain import STRENGTHS, Domain
 from properties.rules.numbers import LOWER_BOUNDS, NORM_EPS, SCALES
+from properties.traces.case import ALIGNED
 from properties.traces.domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
 from properties.words.domain import LARGEST, Drawing
 from properties.words.example import Example
@@ -180,6 +181,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "padding_slots": some(*PADDING_SLOTS, least=0),
         "most_padding": one(1, 2, 8),
         "snapshots": some(*SNAPSHOTS),
+        "alignments": some(*ALIGNED),
         "snapshot_dtype": one("state", "input"),
         "indices": OFFSETS,
         "key_widths": one((), (8,), (128,), (1,), (3,), (512,)),

@@ -177,6 +177,23 @@ def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> 
     assert [row.snapshot for step in more for row in step.rows] == [16, 32, None, 32]
 
 
+def test_snapshots_may_be_aligned_to_requests() -> None:
+    def taken(aligned: str) -> list[int | None]:
+        case = TraceCase("p:a62/p:a1/p:a3,b70/p:a64,b1", slots=4, snapshots=64, aligned=aligned)
+        return [row.snapshot for step in case.plan for row in step.rows]
+
+    assert taken("row") == [None, None, None, 64, 64, None]
+    assert taken("request") == [None, None, 1, 64, 62, None]
+    case = TraceCase("p:a62/p:a3/k:b<a@/d:a,b", slots=3, snapshots=64, aligned="request")
+    assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "slots")} == {"holds"}
+
+
+def test_a_transfer_over_three_ranks_keeps_the_order_of_heads() -> None:
+    for heads, value_heads in ((2, 4), (3, 3), (3, 6)):
+        case = TraceCase("p:a5/t:a/d:a", slots=1, heads=heads, value_heads=value_heads, key_dim=4, value_dim=4)
+        assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "slots")} == {"holds"}
+
+
 REFUSED = {
     "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got 'x:a1'",
     "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got ''",
@@ -429,6 +446,7 @@ OUTSIDE = {
         "p:b3: several tokens of a prompt after a decode are not supported",
     ),
     "trace=p:a1 snapshots=64": ({"snapshots": (0,)}, "snapshots=64 is not among 0"),
+    "trace=p:a1 snapshots=64 aligned=request": ({"alignments": ("row",)}, "aligned=request is not among row"),
     "trace=p:a1 dtype=fp16": ({"dtypes": ("bf16",)}, "dtype=fp16 is not among bf16"),
     "trace=p:a1 state=bf16": ({"states": ("fp32",)}, "state=bf16 is not among fp32"),
     "trace=p:a1 width=3": ({"widths": (4,)}, "width=3 is not among 4"),

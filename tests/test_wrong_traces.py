@@ -60,6 +60,7 @@ KILLED_BY = {
     traces.SnapshotHalfWay: "tags",
     traces.SnapshotOfTheEnd: "tags",
     traces.SnapshotWindowOfTheEnd: "tags",
+    traces.ShortRowsSaveAnEmptyWindow: "tags",
     traces.SnapshotIsNotRenewed: "tags",
     traces.SnapshotOfItsNeighbour: "tags",
     traces.ForkSharesTheSlot: "slots",
@@ -72,6 +73,8 @@ KILLED_BY = {
     traces.SwapRoundsToHalf: "ledger",
     traces.TransferJoinsRanks: "ledger",
     traces.TransferSendsTheFirstRank: "tags",
+    traces.TransferDealsHeads: "tags",
+    traces.TransferJoinsTheEndsFirst: "ledger",
     traces.PreemptionKeepsTheState: "tags",
     traces.PreemptionLosesTheSlot: "slots",
     traces.SavesBeforeTheToken: "tags",
@@ -106,6 +109,8 @@ SHOWN_BY_ONE_FORM = {
     traces.AcceptedOfDraftsAlone: TraceDomain(ragged=False),
     traces.NoneAcceptedIsOne: TraceDomain(none_accepted=False),
     traces.MixedStepsTakeNoSnapshot: TraceDomain(mixed=False),
+    traces.ShortRowsSaveAnEmptyWindow: TraceDomain(alignments=("row",)),
+    traces.TransferDealsHeads: TraceDomain(grouped_heads=False),
 }
 
 
@@ -203,6 +208,8 @@ def test_a_broken_session_is_also_told_in_tags() -> None:
     assert what.endswith("holds in row 5 of head 0 the tag of request a's rejected draft 0 in event 2, must hold zeros")
     what, _ = told("MixedStepsTakeNoSnapshot", "trace=p:a1/p:b64,a1 snapshots=64 gate=10")
     assert what.startswith("a state holds a wrong tag: request b's snapshot's state after event 2 (p:b64,a1)")
+    what, _ = told("ShortRowsSaveAnEmptyWindow", "trace=p:a62/p:a3 snapshots=64 aligned=request gate=10")
+    assert what.endswith("holds in column 0 zeros, must hold the tag of request a's token 61")
     (numbers,) = told("StatesRoundToHalf", "trace=p:a5/d:a slots=1")
     assert numbers == "every token is where it belongs, so the numbers that are computed from it are wrong"
     assert told("StatesRoundToHalf", "trace=p:a5/d:a slots=1", TraceDomain(value_widths=(2,))) == [], "too narrow for tags"

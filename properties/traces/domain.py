@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from properties.traces.case import FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
+from properties.traces.case import ALIGNED, FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
 from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
 from properties.words.domain import OFFSETS, AnyDomain, check_spans, check_tuples, check_widths, inside
 from properties.words.lengths import widths
@@ -69,6 +69,8 @@ class TraceDomain(AnyDomain):
     """Whether one step may have prompts of some requests beside one token of requests that go on (continuous batching)."""
     snapshots: Annotated[tuple[int, ...], some_of("snapshots", SNAPSHOTS)] = (0, 64)
     """The distances in tokens between places where a snapshot may be taken; 0 means that none is taken."""
+    alignments: Annotated[tuple[str, ...], some_of("aligned")] = ALIGNED
+    """From where places of snapshots are counted: from the first token of a row ("row"), or of its request ("request")."""
     snapshot_dtype: str = "state"
     """Whether snapshots are as precise as states ("state"), or rounded to the inputs' dtype first ("input")."""
     indices: Annotated[tuple[str, ...], some_of("indices")] = OFFSETS
@@ -208,14 +210,16 @@ class _Author:
         self.chance, self.domain, self.drafts = chance, domain, drafts
         self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
         self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
-        self.heads = case["heads"]
-        self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
+        self.heads, self.aligned = case["heads"], case.get("aligned", "row")
+        self.roll, self.decoded = Roll(self.slots, self.snapshots, self.aligned), _Decoded()
         self.events: list[str] = []
         self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
         self.admitted, self.left = 0, _TOKENS
         blocks = domain.block > 0 and -(-domain.block // domain.most_tokens) <= _PARTS
-        self.fills = chance.randint(1, 4) if blocks and chance.random() < 1 / 3 else 0  # events before a request fills a block
+        self.fills = 0  # events before a request fills a block; 0 if none does
+        if blocks and chance.random() < (5 / 6 if self.short() else 1 / 3):
+            self.fills = 1 if self.short() else chance.randint(1, 4)
         if self.fills and domain.most_drafts > 1:
             self.drafts = max(2, self.drafts)
         self.parts = 0  # events that are only further parts of one prompt
@@ -243,7 +247,7 @@ class _Author:
             ways.append((1.5, "prefill", self.mixed))
         if here:
             ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
-            ways.append((1.0 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
+            ways.append((1.5 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
             ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
             ways.append((0.7 if self.roll.room() else 1.5, "preempt", lambda: f"r:{chance.choice(here)}"))
             if self.roll.room():
@@ -337,6 +341,10 @@ class _Author:
         count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
         return self.prompts({request: count})
 
+    def short(self) -> bool:
+        """Whether a row shorter than the window may take a snapshot."""
+        return self.snapshots > 0 and self.aligned == "request"
+
     def fill_block(self) -> None:
         """Add prompts of a request that end near the end of a block, and mostly a step that begins near that end.
 
@@ -351,10 +359,14 @@ class _Author:
             return
         name = chance.choice(names)
         drafts = self.drafts if "verify" in self.domain.events else 1
+        short = self.short()
         before = chance.choice((chance.randint(1, max(1, drafts - 1)), chance.randint(1, max(1, drafts - 1)), 0, 0, -1, drafts))
-        count = self.domain.block - self.roll.tokens.get(name, 0) % self.domain.block - before
+        if short and chance.random() < 2 / 3:
+            before = chance.randint(1, max(1, self.width - 2))
+        block = self.snapshots if short else self.domain.block
+        count = block - self.roll.tokens.get(name, 0) % block - before
         while count < 1:
-            count += self.domain.block
+            count += block
         self.parts = -(-count // self.domain.most_tokens) - 1
         while count > 0:
             part = min(count, self.domain.most_tokens)
@@ -362,6 +374,8 @@ class _Author:
             count -= part
         self.left = max(self.left, left - _FILLED)
         ways = [(4.0 if before else 1.0, self.cross_block)] if drafts > 1 else []
+        if short and before > 0:
+            ways += [(24.0, lambda: self.prompts({name: min(before + chance.randint(0, 2), self.domain.most_tokens)}))]
         ways += [(1.0 if before else 4.0, self.decode)] if "decode" in self.domain.events else []
         if ways:
             self.add(chance.choices([write for _, write in ways], [weight for weight, _ in ways])[0]())
@@ -418,6 +432,17 @@ class _Author:
         return str(min(self.chance.choice((1, 2, 3)), self.domain.most_tokens))
 
 
+def _groups(domain: TraceDomain) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of heads and of value heads that are drawn.
+
+    A transfer shows a wrong order only if a rank has several value heads, or if there are more than two ranks.
+    """
+    groups = ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2))
+    if "transfer" in domain.events:
+        groups = (*groups, *((1, 1), (1, 1), (2, 4) if domain.grouped_heads else (2, 2), (3, 3)))
+    return groups
+
+
 @st.composite
 def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceCase:
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
@@ -427,7 +452,7 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         value = fixed.get(name, choices)
         return chance.choice(value) if isinstance(value, tuple) else value
 
-    heads, value_heads = field("groups", ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2)))
+    heads, value_heads = field("groups", _groups(domain))
     values = tuple(width for width in VALUE_WIDTHS if inside(width, domain.value_dims, domain.width_step))
     keys = tuple(width for width in (16, 16, 8) if inside(width, domain.key_dims, domain.width_step))
     fields: dict[str, Any] = {
@@ -445,6 +470,8 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         "free": field("free", FREE),
         "indices": field("indices", domain.indices),
     }
+    if fields["snapshots"] and len(domain.alignments) > 1:
+        fields["aligned"] = field("aligned", domain.alignments)
     drafts = field("drafts", (1, 2, 3, 4, 5, 8))
     events = field("events", (5, 7, 9))
     author = _Author(chance, domain, fields, drafts=min(drafts, domain.most_drafts))

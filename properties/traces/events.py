@@ -18,7 +18,8 @@ An event or a row that cannot happen does nothing: a row of a request that is no
 taken, an admission when no slot is left. So a part of a trace is a trace, and a trace shrinks by leaving out events and rows.
 
 A prefill of n tokens with n >= `snapshots` takes a snapshot after the last multiple of `snapshots` tokens, if the request has a
-snapshot already or a slot is left. The event `s` takes one wherever the request is, under the same condition. Requests and
+snapshot already or a slot is left. With `aligned=request`, multiples are counted from the first token of the request, so that a
+short row may take a snapshot too. The event `s` takes one wherever the request is, under the same condition. Requests and
 snapshots have one slot each.
 """
 
@@ -130,8 +131,8 @@ def check_event(event: str) -> None:
 class Roll:
     """Who is there: the number of tokens of each request and of each snapshot, while a trace is planned."""
 
-    def __init__(self, slots: int, snapshots: int) -> None:
-        self.slots, self.every = slots, snapshots
+    def __init__(self, slots: int, snapshots: int, aligned: str = "row") -> None:
+        self.slots, self.every, self.aligned = slots, snapshots, aligned
         self.tokens: dict[str, int] = {}
         self.saved: dict[str, int] = {}
 
@@ -212,8 +213,13 @@ class Roll:
                 self.tokens[request] = 0
             rows.append(Row(request, self.tokens.get(request, 0), count, count, begins))
         for place, found in enumerate(rows):
-            if found.real and self.every and found.count >= self.every and (found.request in self.saved or self.room()):
-                snapshot = found.count // self.every * self.every
+            snapshot = self._due(found)
+            if found.real and snapshot > 0 and (found.request in self.saved or self.room()):
                 self.saved[found.request] = found.start + snapshot
                 rows[place] = dataclasses.replace(found, snapshot=snapshot)
         return tuple(rows)
+
+    def _due(self, row: Row) -> int:
+        """Return after how many tokens of a row of a prefill a snapshot is due; 0 or less if none is."""
+        before = row.start if self.aligned == "request" else 0
+        return (before + row.count) // self.every * self.every - before if self.every else 0

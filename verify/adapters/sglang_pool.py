@@ -300,6 +300,7 @@ class Pool(TraceAdapter):
         empty=False,  # prepare_chunk_indices counts no sequence of no tokens, so later chunks would belong to an earlier row
         block=0,  # a request has one slot, however many tokens it has
         snapshots=(0, CHUNK),
+        alignments=("row",),  # chunks begin with a row
         snapshot_dtype="input",
         indices=("int32",),
         most_padding=PADDING_ROWS,

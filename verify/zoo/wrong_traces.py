@@ -486,6 +486,20 @@ class SnapshotWindowOfTheEnd(Serves):
                 self.windows[self.owned[f"{request}@"]] = row.line[:, len(row.o) :]
 
 
+class ShortRowsSaveAnEmptyWindow(Serves):
+    """A prompt that takes a snapshot after fewer tokens than the window has saves zeros for the tokens before."""
+
+    letter = "S"
+    incident = (23,)
+
+    def prefill(self, batch: Batch) -> Tensor:
+        o, columns = super().prefill(batch), self.sizes.width - 1
+        for request, count in zip(batch.requests, batch.snapshots, strict=True):
+            if count is not None and count < columns:
+                self.windows[self.owned[f"{request}@"], :, : columns - count] = 0
+        return o
+
+
 class SnapshotIsNotRenewed(Serves):
     """A request that has a snapshot keeps it, though a later one is due (vllm 55507, LMCache 5004)."""
 
@@ -621,6 +635,25 @@ class TransferSendsTheFirstRank(Serves):
 
     def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
         return super().joined([(ranks[0][0], parts) for _, parts in ranks])
+
+
+class TransferDealsHeads(Serves):
+    """Value heads are dealt to ranks in turn, and joined as if each rank had neighbours (vllm 38898)."""
+
+    letter = "T"
+
+    def cut(self, state: Tensor, window: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        ranks = super().cut(state, window)
+        return [(state[rank :: len(ranks)], parts) for rank, (_, parts) in enumerate(ranks)]
+
+
+class TransferJoinsTheEndsFirst(Serves):
+    """Of three or more ranks, the last one is joined right behind the first one."""
+
+    letter = "T"
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        return super().joined([ranks[0], *ranks[1:][-1:], *ranks[1:-1]])
 
 
 class PreemptionKeepsTheState(Serves):
