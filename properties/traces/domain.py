@@ -198,6 +198,7 @@ _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
+_TOKENS_MIXED = 180  # the same where steps of continuous batching have further prompts
 _PARTS = 18  # the most parts of a prompt that is to end near the end of a block
 _FILLED = 64  # tokens of such a prompt that count
 _MOST_EVENTS = 28  # from so many events on, a trace that fills a block has no more
@@ -215,7 +216,7 @@ class _Author:
         self.events: list[str] = []
         self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
-        self.admitted, self.left = 0, _TOKENS
+        self.admitted, self.left = 0, _TOKENS_MIXED if domain.mixed else _TOKENS
         blocks = domain.block > 0 and -(-domain.block // domain.most_tokens) <= _PARTS
         self.fills = 0  # events before a request fills a block; 0 if none does
         if blocks and chance.random() < (5 / 6 if self.short() else 1 / 3):
@@ -343,7 +344,7 @@ class _Author:
 
     def short(self) -> bool:
         """Whether a row shorter than the window may take a snapshot."""
-        return self.snapshots > 0 and self.aligned == "request"
+        return bool(self.snapshots) and self.aligned == "request"
 
     def fill_block(self) -> None:
         """Add prompts of a request that end near the end of a block, and mostly a step that begins near that end.
