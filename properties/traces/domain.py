@@ -260,6 +260,8 @@ class _Author:
         self.add(write())
         if name == "free" and chance.random() < 2 / 3:  # free and admit at once
             self.add(self.prefill())
+        if name == "verify" and self.domain.none_accepted and self.moves() and chance.random() < 1 / 5:
+            self.add(self.moved(chance.choice(sorted(self.roll.tokens))))
         if name == "preempt" and chance.random() < 3 / 4:
             self.add(self.resumed())
 
@@ -378,13 +380,33 @@ class _Author:
         if short and before > 0:
             ways += [(24.0, lambda: self.prompts({name: min(before + chance.randint(0, 2), self.domain.most_tokens)}))]
         ways += [(1.0 if before else 4.0, self.decode)] if "decode" in self.domain.events else []
+        if not before:
+            ways += [(3.0, lambda: self.moved(name))] if self.moves() else []
+            ways += [(1.0, lambda: f"s:{self.padded(self.some())}")] if "save" in self.domain.events else []
         if ways:
             self.add(chance.choices([write for _, write in ways], [weight for weight, _ in ways])[0]())
+
+    def moves(self) -> list[str]:
+        """Return the kinds of events that move what a request has, as far as the domain has them."""
+        kinds = {"w": "swap", "t": "transfer", "r": "preempt", "k": "fork"}
+        return [kind for kind, name in kinds.items() if name in self.domain.events and (kind != "k" or self.roll.room())]
+
+    def moved(self, name: str) -> str:
+        """Return a swap, a transfer, a preemption or a fork of a request."""
+        kind = self.chance.choice(self.moves())
+        if kind != "k":
+            return f"{kind}:{name}"
+        self.used.append(self.name())
+        return f"k:{self.used[-1]}<{name}"
 
     def cross_block(self) -> str:
         """Return a verification of drafts of which most are accepted as a whole."""
         chance = self.chance
         here = chance.sample(sorted(self.roll.tokens), len(self.roll.tokens))
+        if self.domain.ragged and chance.random() < 1 / 2:
+            counts = {name: chance.choice((self.drafts, self.drafts, 1)) for name in here}
+            rows = [f"{name}{chance.choice((count, count, chance.randint(1, count)))}:{count}" for name, count in counts.items()]
+            return f"v:{self.padded(rows, tokens=lambda: f':{chance.randint(1, self.drafts)}')}"
         rows = [f"{name}{chance.choice((self.drafts, self.drafts, chance.randint(1, self.drafts)))}" for name in here]
         return f"v{self.drafts}:{self.padded(rows)}"
 
