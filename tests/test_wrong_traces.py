@@ -182,8 +182,8 @@ def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_fa
     with Check(Settings("zoo/StateKeepsTheDraft", ["tags"], PROFILES["few"]), [worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.run is not None
-    assert report.run.endswith("op=serving trace=p:a1/v2:a1 slots=1 key_dim=4 value_dim=4 width=2")
-    assert "of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what
+    assert report.run.endswith("op=serving trace=p:a1/v:a0:1 slots=1 key_dim=4 value_dim=4 width=2")
+    assert "of head 0 the tag of request a's rejected draft 0 in event 2" in report.findings[0].what
 
 
 def test_a_broken_session_is_also_told_in_tags() -> None:

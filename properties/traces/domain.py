@@ -314,20 +314,21 @@ class _Author:
     def mixed(self) -> str:
         """Return a step of continuous batching: one or two prompts, and one token of every other request, in any order.
 
-        With snapshots, one is due in half of the steps.
+        With snapshots, one is due in most of the steps.
         """
         chance, rows = self.chance, dict[str, int]()
         for _ in range(chance.choice((1, 1, 2))):
             going_on = [name for name in sorted(self.roll.tokens) if name not in self.decoded or self.domain.later_prompts]
             going_on = [name for name in going_on if name not in rows]
-            if len(self.roll.tokens) + len(self.roll.saved) + len(rows) < self.slots:
+            due = self.snapshots and self.snapshots <= self.domain.most_tokens and chance.random() < 2 / 3
+            left = self.slots - len(self.roll.tokens) - len(self.roll.saved) - len(rows)
+            if left > 1 or (left and not (due and going_on)):  # a snapshot needs a slot too
                 name = self.name(rows)
                 self.used.append(name)
             elif going_on:
                 name = chance.choice(going_on)
             else:
                 break
-            due = self.snapshots and self.snapshots <= min(self.domain.most_tokens, self.left) and chance.random() < 1 / 2
             rows[name] = self.snapshots if due else self.length()
         rows |= {name: 1 for name in sorted(self.roll.tokens) if name not in rows}
         return self.prompts({name: rows[name] for name in chance.sample(sorted(rows), len(rows))})
