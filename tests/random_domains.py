@@ -43,6 +43,7 @@ from properties.rules.case import (
 )
 from properties.rules.domain import STRENGTHS, Domain
 from properties.rules.numbers import LOWER_BOUNDS, NORM_EPS, SCALES
+from properties.traces.case import ALIGNED
 from properties.traces.domain import CONV_WIDTHS, EVENTS, SNAPSHOTS, TraceDomain
 from properties.words.domain import LARGEST, Drawing
 from properties.words.example import Example
@@ -178,9 +179,11 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "widths": some(*CONV_WIDTHS),
         "most_tokens": one(1, 2, 3, 8, 64, 130),
         "most_drafts": one(1, 2, 3, 8),
+        "block": one(0, 1, 3, 16, 64, 256, 1056),
         "padding_slots": some(*PADDING_SLOTS, least=0),
         "most_padding": one(1, 2, 8),
         "snapshots": some(*SNAPSHOTS),
+        "alignments": some(*ALIGNED),
         "snapshot_dtype": one("state", "input"),
         "indices": OFFSETS,
         "key_widths": one((), (8,), (128,), (1,), (3,), (512,)),

@@ -115,6 +115,35 @@ def test_events_that_cannot_happen_do_nothing(trace: str, texts: list[str] | Non
         assert [step.text for step in TraceCase(trace).plan] == texts
 
 
+def test_drafts_may_have_numbers_of_tokens_of_their_own() -> None:
+    case = TraceCase("p:a5,b3,c2/v:a2:4,b0:3,c1:1,_:2,d1:2/d:a,b,c")
+    plan = [[(row.request, row.start, row.count, row.accepted) for row in step.rows] for step in case.plan[1:]]
+    assert plan == [
+        [("a", 5, 4, 2), ("b", 3, 3, 0), ("c", 2, 1, 1), ("_", 0, 2, 0)],
+        [("a", 7, 1, 1), ("b", 3, 1, 1), ("c", 3, 1, 1)],
+    ]
+    assert case.drafts == 4
+    assert case.batch(case.plan[1]).lengths == (4, 3, 1, 2)
+    same = (TraceCase("p:a5,b3/v:a2:4,b1:4/d:a"), TraceCase("p:a5,b3/v4:a2,b1/d:a"))
+    assert same[0].plan[1].rows == same[1].plan[1].rows
+    assert all(torch.equal(*pair) for place in (0, 1) for pair in zip(*(x.row(x.plan[1], place) for x in same), strict=True))
+
+
+def test_a_draft_of_which_nothing_is_accepted_leaves_its_request_as_it_is() -> None:
+    class Rounds(PoolEngine):
+        def commit(self, accepted: Sequence[int]) -> None:
+            super().commit(accepted)
+            for row, count in zip(self.drafted, accepted, strict=True):
+                self.states[row.slot] *= 1 + (count == 0) * 2**-20
+
+    case = TraceCase("p:a5,b3/v:a0:4,b1:2/d:a,b", slots=2)
+    assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "alone", "slots")} == {"holds"}
+    assert outcome("dropped", case, PoolEngine, "drafts") == "holds"
+    assert outcome("ledger", case, Rounds) == (
+        "state of a, of whose draft nothing is accepted in event 2: differs, but must be equal to the bit"
+    )
+
+
 def test_a_decode_takes_snapshots_and_a_preempted_request_begins_again() -> None:
     case = TraceCase("p:a5,b2/s:a,_,b/d:a/k:c<a@/r:a/d:a/p:a3/s:c", slots=4)
     plan = [(step.text, [(row.request, row.start, row.begins, row.snapshot) for row in step.rows]) for step in case.plan]
@@ -149,9 +178,26 @@ def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> 
     assert [row.snapshot for step in more for row in step.rows] == [16, 32, None, 32]
 
 
+def test_snapshots_may_be_aligned_to_requests() -> None:
+    def taken(aligned: str) -> list[int | None]:
+        case = TraceCase("p:a62/p:a1/p:a3,b70/p:a64,b1", slots=4, snapshots=64, aligned=aligned)
+        return [row.snapshot for step in case.plan for row in step.rows]
+
+    assert taken("row") == [None, None, None, 64, 64, None]
+    assert taken("request") == [None, None, 1, 64, 62, None]
+    case = TraceCase("p:a62/p:a3/k:b<a@/d:a,b", slots=3, snapshots=64, aligned="request")
+    assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "slots")} == {"holds"}
+
+
+def test_a_transfer_over_three_ranks_keeps_the_order_of_heads() -> None:
+    for heads, value_heads in ((2, 4), (3, 3), (3, 6)):
+        case = TraceCase("p:a5/t:a/d:a", slots=1, heads=heads, value_heads=value_heads, key_dim=4, value_dim=4)
+        assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "slots")} == {"holds"}
+
+
 REFUSED = {
-    "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, t:, r: or f:, got 'x:a1'",
-    "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, t:, r: or f:, got ''",
+    "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got 'x:a1'",
+    "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got ''",
     "trace=s:a1": "a row of a decode must be a request a to z or _, got 'a1' in 's:a1'",
     "trace=r:a,b": "r: takes one request, got 'r:a,b'",
     "trace=p:A1": "a row of a prefill must be a request and 0 to 256 tokens, got 'A1'",
@@ -161,6 +207,12 @@ REFUSED = {
     "trace=v9:a1": "a draft must have 1 to 8 tokens, got 'v9:a1'",
     "trace=v2:a3": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a3'",
     "trace=v2:a0": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a0'",
+    "trace=v:a2": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got 'a2'",
+    "trace=v:a3:2": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got 'a3:2'",
+    "trace=v:a1:9": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got 'a1:9'",
+    "trace=v:a0:0": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got 'a0:0'",
+    "trace=v:_1:2": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got '_1:2'",
+    "trace=v:a1:2,a1:1": "an event must name a request once, got 'v:a1:2,a1:1'",
     "trace=k:a<a": "a fork must be NEW<OLD or NEW<OLD@ of two requests a to z, got 'a<a'",
     "trace=w:a,b": "w: takes one request, got 'w:a,b'",
     "trace=f:ab": "f: takes requests a to z, got 'ab' in 'f:ab'",
@@ -317,6 +369,10 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
         TraceDomain(),
         TraceDomain(padding_slots=(), events=("prefill", "decode", "free"), empty=False, snapshots=(0,), most_tokens=5),
         TraceDomain(later_prompts=False, snapshots=(0, 16)),
+        TraceDomain(ragged=False, most_drafts=4),
+        TraceDomain(none_accepted=False, most_drafts=4),
+        TraceDomain(mixed=False),
+        TraceDomain(block=1056, most_tokens=64, later_prompts=False),
         TraceDomain(prefill_padding=False, widths=(4,), most_drafts=2, grouped_heads=False, key_dims=(8, 8), value_dims=(24, 24)),
     ]
     for domain in domains:
@@ -331,6 +387,12 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
 @pytest.mark.slow
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
+    mixed = [step.rows for case in cases for step in case.plan if step.kind == "p" and any(row.count > 1 for row in step.rows)]
+    mixed = [rows for rows in mixed if any(row.real and row.start and row.count == 1 for row in rows)]
+    assert sum(any(row.snapshot is not None for row in rows) for rows in mixed) > 8, "snapshots in steps of continuous batching"
+    ragged = [step.rows for case in cases for step in case.plan if step.kind == "v" and len({row.count for row in step.rows}) > 1]
+    assert any({1, 2} <= {row.count for row in rows} for rows in ragged), "a plain decode beside drafts"
+    assert any(row.real and not row.accepted for rows in ragged for row in rows)
     rows = [(step.kind, row) for case in cases for step in case.plan for row in step.rows]
     assert {step.kind for case in cases for step in case.plan} == set("pdsvkwtrf")
     assert {1, 2, 3, 63, 64, 65, 66, 128, 130} <= {row.count for kind, row in rows if kind == "p"}
@@ -339,6 +401,8 @@ def test_drawn_traces_have_every_event_and_length() -> None:
     assert any(kind == "v" and row.real and row.accepted < row.count for kind, row in rows)
     assert any(kind == "p" and row.real and row.start for kind, row in rows)
     assert {case.slots for case in cases} == {3, 4, 5, 6}
+    ends = [row.start + row.accepted for kind, row in rows if kind == "v" and row.real]
+    assert {63, 64, 65} <= {*ends}, "drafts that end just below, at and just over the end of a block"
     first = [step.rows[0].real for case in cases for step in case.plan if len(step.rows) > 1 and not all(r.real for r in step.rows)]
     assert {True, False} == set(first)  # padding stands before and behind
     assert any(stale_tail(case) for case in cases)
@@ -361,6 +425,18 @@ OUTSIDE = {
     "trace=p:a1/w:a": ({"events": ("prefill",)}, "w:a: swap is not supported"),
     "trace=p:a9": ({"most_tokens": 8}, "more than 8 tokens a row are not supported, got 9"),
     "trace=p:a1/v3:a1": ({"most_drafts": 2}, "more than 2 tokens a draft are not supported, got 3"),
+    "trace=p:a1,b1/v:a1:1,b1:2": (
+        {"ragged": False},
+        "v:a1:1,b1:2: drafts of different numbers of tokens are not supported",
+    ),
+    "trace=p:a1,b1/v:a0:2,b1:2": (
+        {"none_accepted": False},
+        "v:a0:2,b1:2: a draft of which nothing is accepted is not supported",
+    ),
+    "trace=p:a1/p:b2,a1": (
+        {"mixed": False},
+        "p:b2,a1: prompts beside one token of a request that goes on are not supported",
+    ),
     "trace=p:a1/d:a,_": ({"padding_slots": ("0",)}, "pad=-1 is not among 0"),
     "trace=p:a1/d:a,_,_,_": ({"most_padding": 2}, "more than 2 padding rows in an event are not supported, got 3"),
     "trace=p:a1,_2": ({"prefill_padding": False}, "padding rows in a prefill are not supported"),
@@ -371,6 +447,7 @@ OUTSIDE = {
         "p:b3: several tokens of a prompt after a decode are not supported",
     ),
     "trace=p:a1 snapshots=64": ({"snapshots": (0,)}, "snapshots=64 is not among 0"),
+    "trace=p:a1 snapshots=64 aligned=request": ({"alignments": ("row",)}, "aligned=request is not among row"),
     "trace=p:a1 dtype=fp16": ({"dtypes": ("bf16",)}, "dtype=fp16 is not among bf16"),
     "trace=p:a1 state=bf16": ({"states": ("fp32",)}, "state=bf16 is not among fp32"),
     "trace=p:a1 width=3": ({"widths": (4,)}, "width=3 is not among 4"),
@@ -396,6 +473,7 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ),
         ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
+        ({"block": 1057}, "block must be in 0..1056, got 1057"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
         ({"most_padding": 0}, "most_padding must be in 1..64, got 0"),
         ({"key_dims": (5, 7), "width_step": 8}, "key_dims must contain a width in steps of 8, from 1 to 256, got (5, 7)"),
@@ -574,6 +652,17 @@ def test_a_trace_of_ten_events_shrinks_to_the_events_that_matter() -> None:
     assert fails(Example(case))
     small = shrink(Example(case), law, fails, lambda runs: runs < 300)
     assert time.monotonic() - start < 30
+    assert small.finished
+    assert str(small.example.case) == "op=serving trace=p:a1/v2:a1 slots=1 key_dim=1 value_dim=4 width=2"
+
+
+def test_a_draft_with_tokens_of_its_own_shrinks() -> None:
+    case = TraceCase("p:a5,b3,c4/v:_:3,a2:4,b0:3,c1:1/d:a,c/v:c3:5,a1:1", slots=4)
+
+    def fails(example: Example) -> bool:
+        return outcome("tags", example.case, KeepsDrafts).startswith("a state holds a wrong tag")
+
+    small = shrink(Example(case), TRACE_LAWS["tags"], fails, lambda runs: runs < 300)
     assert small.finished
     assert str(small.example.case) == "op=serving trace=p:a1/v2:a1 slots=1 key_dim=1 value_dim=4 width=2"
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from properties.words.word import Word
 
 PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
+ALIGNED = ("row", "request")
 GATES = ("forever", "1000", "64", "10", "mixed")
 MOST_EVENTS, MOST_SLOTS = 32, 16
 MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
@@ -90,6 +91,11 @@ class Sizes:
         return 2 * self.heads * self.key_dim + self.value_heads * self.value_dim
 
 
+def _takes_snapshots(case: Any) -> bool:
+    """Whether a prefill of a case may take snapshots."""
+    return bool(case.snapshots)
+
+
 @dataclasses.dataclass(frozen=True)
 class TraceCase(Line):
     """A trace and the pool on which it runs. Fields at their defaults, the simplest values, are left out of the line.
@@ -118,6 +124,8 @@ class TraceCase(Line):
     gate: Annotated[str, Word(choices=GATES, counted=True, simplest=("forever", "1000"))] = "forever"
     snapshots: Annotated[int, Word(span=(0, 256), simplest=(0,))] = 0
     """The distance in tokens between places where a snapshot may be taken; 0 means that none is."""
+    aligned: Annotated[str, Word(choices=ALIGNED, counted=True, simplest=("row",), acts=_takes_snapshots)] = "row"
+    """Whether multiples of `snapshots` are counted from the first token of a row, or from that of its request."""
     free: Annotated[str, Word(choices=FREE, counted=True, simplest=("zero", "random", "nan"))] = "zero"
     """What slots hold that nobody owns: zeros, random numbers, NaN, or what their last owner left."""
     indices: Annotated[str, Word(choices=("int64", "int32"), counted=True, simplest=("int64",))] = "int64"
@@ -167,7 +175,7 @@ class TraceCase(Line):
     @functools.cached_property
     def plan(self) -> tuple[Step, ...]:
         """What the events do, without those that do nothing."""
-        roll = Roll(self.slots, self.snapshots)
+        roll = Roll(self.slots, self.snapshots, self.aligned)
         steps = (roll.step(number, event) for number, event in enumerate(self.trace.split("/"), 1))
         return tuple(step for step in steps if step is not None)
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from properties.traces.case import FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
+from properties.traces.case import ALIGNED, FREE, GATES, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
 from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
 from properties.words.domain import OFFSETS, AnyDomain, check_spans, check_tuples, check_widths, inside
 from properties.words.lengths import widths
@@ -16,6 +16,7 @@ from properties.words.word import some_of
 
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
+MOST_BLOCK = 1056
 _KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 
@@ -48,6 +49,10 @@ class TraceDomain(AnyDomain):
     """The most tokens in a row of a prefill."""
     most_drafts: int = MOST_DRAFTS
     """The most tokens of a draft."""
+    ragged: bool = True
+    """Whether drafts of one verification may have different numbers of tokens, among them plain decodes of one token."""
+    none_accepted: bool = True
+    """Whether a draft may be rejected as a whole, so that its request stays where it is."""
     padding_slots: tuple[str, ...] = PADDING_SLOTS
     """The indices that padding rows may have, none if batches have no padding."""
     most_padding: int = MOST_ROWS
@@ -58,8 +63,14 @@ class TraceDomain(AnyDomain):
     """Whether a prefill may have rows of no tokens."""
     later_prompts: bool = True
     """Whether a request that has decoded or verified may get several tokens of a prompt in one step; it may always get one."""
+    block: int = 64
+    """The tokens of a block of the engine's cache, at whose ends prompts and drafts are drawn to end; 0 if there are none."""
+    mixed: bool = True
+    """Whether one step may have prompts of some requests beside one token of requests that go on (continuous batching)."""
     snapshots: Annotated[tuple[int, ...], some_of("snapshots", SNAPSHOTS)] = (0, 64)
     """The distances in tokens between places where a snapshot may be taken; 0 means that none is taken."""
+    alignments: Annotated[tuple[str, ...], some_of("aligned")] = ALIGNED
+    """From where places of snapshots are counted: from the first token of a row ("row"), or of its request ("request")."""
     snapshot_dtype: str = "state"
     """Whether snapshots are as precise as states ("state"), or rounded to the inputs' dtype first ("input")."""
     indices: Annotated[tuple[str, ...], some_of("indices")] = OFFSETS
@@ -82,10 +93,15 @@ class TraceDomain(AnyDomain):
             raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
         if self.snapshot_dtype not in ("state", "input"):
             raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
-        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS), ("most_padding", MOST_ROWS)):
+        for name, least, most in (
+            ("most_tokens", 1, MOST_TOKENS),
+            ("most_drafts", 1, MOST_DRAFTS),
+            ("most_padding", 1, MOST_ROWS),
+            ("block", 0, MOST_BLOCK),
+        ):
             number = getattr(self, name)
-            if not isinstance(number, int) or not 1 <= number <= most:
-                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+            if not isinstance(number, int) or not least <= number <= most:
+                raise ValueError(f"{name} must be in {least}..{most}, got {number!r}")
         check_spans(self, "key_dims", "value_dims", most=MOST_WIDTH)
         for name, span in (("key_widths", "key_dims"), ("value_widths", "value_dims")):
             left = getattr(self, span) == getattr(TraceDomain, span) and self.width_step == 1
@@ -99,10 +115,18 @@ class TraceDomain(AnyDomain):
         longest = max((row.count for row in prefill), default=0)
         padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
         later = "" if self.later_prompts else _later_prompt(case)
+        mixed = [step.text for step in case.plan if step.kind == "p" and _mixed(step)] if not self.mixed else []
+        drafts = [step for step in case.plan if step.kind == "v"]
+        ragged = [step.text for step in drafts if len({row.count for row in step.rows}) > 1 and not self.ragged]
+        refused = [
+            step.text for step in drafts if any(row.real and not row.accepted for row in step.rows) and not self.none_accepted
+        ]
         return (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
             (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
             (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
+            (not ragged, f"{''.join(ragged[:1])}: drafts of different numbers of tokens are not supported"),
+            (not refused, f"{''.join(refused[:1])}: a draft of which nothing is accepted is not supported"),
             (
                 case.pad in self.padding_slots or all(row.real for _, row in rows),
                 f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",
@@ -113,6 +137,7 @@ class TraceDomain(AnyDomain):
             ),
             (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
             (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
+            (not mixed, f"{''.join(mixed[:1])}: prompts beside one token of a request that goes on are not supported"),
             (not later, f"{later}: several tokens of a prompt after a decode are not supported"),
             *(
                 (has, f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}")
@@ -159,6 +184,12 @@ def _later_prompt(case: TraceCase) -> str:
     return ""
 
 
+def _mixed(step: Step) -> bool:
+    """Whether a prefill has one token of a request that goes on beside several tokens of another one."""
+    rows = [row for row in step.rows if row.real]
+    return any(row.count > 1 for row in rows) and any(row.count == 1 and not row.begins for row in rows)
+
+
 def _listed(domain: TraceDomain, name: str) -> str:
     return ", ".join(map(str, getattr(domain, name)))
 
@@ -167,6 +198,10 @@ _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
+_TOKENS_MIXED = 180  # the same where steps of continuous batching have further prompts
+_PARTS = 18  # the most parts of a prompt that is to end near the end of a block
+_FILLED = 64  # tokens of such a prompt that count
+_MOST_EVENTS = 28  # from so many events on, a trace that fills a block has no more
 
 
 class _Author:
@@ -176,26 +211,44 @@ class _Author:
         self.chance, self.domain, self.drafts = chance, domain, drafts
         self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
         self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
-        self.heads = case["heads"]
-        self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
+        self.heads, self.aligned = case["heads"], case.get("aligned", "row")
+        self.roll, self.decoded = Roll(self.slots, self.snapshots, self.aligned), _Decoded()
         self.events: list[str] = []
         self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
-        self.admitted, self.left = 0, _TOKENS
+        self.admitted, self.left = 0, _TOKENS_MIXED if domain.mixed else _TOKENS
+        blocks = domain.block > 0 and -(-domain.block // domain.most_tokens) <= _PARTS
+        self.fills = 0  # events before a request fills a block; 0 if none does
+        if blocks and chance.random() < (5 / 6 if self.short() else 1 / 3):
+            self.fills = 1 if self.short() else chance.randint(1, 4)
+        if self.fills and domain.most_drafts > 1:
+            self.drafts = max(2, self.drafts)
+        self.parts = 0  # events that are only further parts of one prompt
 
     def trace(self, events: int) -> str:
         """Return a trace of about so many events, in which every slot had an owner and one slot had two."""
-        while len(self.events) < events or (self.admitted <= self.slots and len(self.events) < events + 8):
-            self.event()
+        while self.goes_on(events):
+            if self.fills and len(self.events) >= self.fills:
+                self.fills = 0
+                self.fill_block()
+            else:
+                self.event()
         return "/".join(self.events)
+
+    def goes_on(self, events: int) -> bool:
+        """Whether the trace has another event."""
+        few = len(self.events) - self.parts
+        return (few < events or (self.admitted <= self.slots and few < events + 8)) and len(self.events) < _MOST_EVENTS
 
     def event(self) -> None:
         """Add an event, and sometimes the one that should follow at once."""
         here, chance = sorted(self.roll.tokens), self.chance
         ways: list[tuple[float, str, Callable[[], str]]] = [(3.0 if self.roll.room() else 0.5, "prefill", self.prefill)]
+        if here and self.domain.mixed:
+            ways.append((1.5, "prefill", self.mixed))
         if here:
             ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
-            ways.append((1.0 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
+            ways.append((1.5 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
             ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
             ways.append((0.7 if self.roll.room() else 1.5, "preempt", lambda: f"r:{chance.choice(here)}"))
             if self.roll.room():
@@ -207,6 +260,8 @@ class _Author:
         self.add(write())
         if name == "free" and chance.random() < 2 / 3:  # free and admit at once
             self.add(self.prefill())
+        if name == "verify" and self.domain.none_accepted and self.moves() and chance.random() < 1 / 5:
+            self.add(self.moved(chance.choice(sorted(self.roll.tokens))))
         if name == "preempt" and chance.random() < 3 / 4:
             self.add(self.resumed())
 
@@ -231,7 +286,8 @@ class _Author:
         edges = [number for number in _LONG if number <= most]
         if self.snapshots:
             edges += [number for number in (self.snapshots, self.snapshots + 1) if number <= most]
-        if edges and chance.random() < (1 / 2 if self.snapshots else 1 / 6):
+        often = 1 / 3 if self.domain.mixed else 1 / 2  # steps of continuous batching have long prompts too
+        if edges and chance.random() < (often if self.snapshots else 1 / 6):
             return chance.choice(edges)
         return chance.choice(
             [number for number in (1, 2, 3, self.width - 1, self.width, 5, 1 + self.drafts) if 1 <= number <= most]
@@ -251,21 +307,127 @@ class _Author:
                 name = self.name(rows)
                 self.used.append(name)
                 rows[name] = self.length()
-        return f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True)}"
+        if not self.domain.mixed and any(count > 1 for count in rows.values()):
+            rows = {name: count for name, count in rows.items() if count != 1 or name not in self.roll.tokens}
+        return self.prompts(rows)
+
+    def mixed(self) -> str:
+        """Return a step of continuous batching: one or two prompts, and one token of every other request, in any order.
+
+        With snapshots, one is due in most of the steps.
+        """
+        chance, rows = self.chance, dict[str, int]()
+        for _ in range(chance.choice((1, 1, 2))):
+            going_on = [name for name in sorted(self.roll.tokens) if name not in self.decoded or self.domain.later_prompts]
+            going_on = [name for name in going_on if name not in rows]
+            due = self.snapshots and self.snapshots <= self.domain.most_tokens and chance.random() < 2 / 3
+            left = self.slots - len(self.roll.tokens) - len(self.roll.saved) - len(rows)
+            if left > 1 or (left and not (due and going_on)):  # a snapshot needs a slot too
+                name = self.name(rows)
+                self.used.append(name)
+            elif going_on:
+                name = chance.choice(going_on)
+            else:
+                break
+            rows[name] = self.snapshots if due else self.length()
+        rows |= {name: 1 for name in sorted(self.roll.tokens) if name not in rows}
+        return self.prompts({name: rows[name] for name in chance.sample(sorted(rows), len(rows))})
+
+    def prompts(self, rows: Mapping[str, int]) -> str:
+        """Return a prefill of so many tokens of each request."""
+        written = [f"{request}{count}" for request, count in rows.items()]
+        return f"p:{self.padded(written, prefill=True, tokens=self.padding_tokens)}"
 
     def resumed(self) -> str:
         """Return a prefill of the request that the last event preempted: of its old tokens, one more, or a part of them."""
         request = self.events[-1][-1]
         tokens = self.tokens[request]
         count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
-        return f"p:{self.padded([f'{request}{count}'], prefill=True)}"
+        return self.prompts({request: count})
+
+    def short(self) -> bool:
+        """Whether a row shorter than the window may take a snapshot."""
+        return bool(self.snapshots) and self.aligned == "request"
+
+    def fill_block(self) -> None:
+        """Add prompts of a request that end near the end of a block, and mostly a step that begins near that end.
+
+        The tokens of a large block do not count, because only engines whose kernels are not interpreted have one.
+        """
+        chance, left = self.chance, self.left
+        names = [name for name in sorted(self.roll.tokens) if name not in self.decoded or self.domain.later_prompts]
+        if self.roll.room():
+            names = [self.name()]
+            self.used += names
+        if not names:
+            return
+        name = chance.choice(names)
+        drafts = self.drafts if "verify" in self.domain.events else 1
+        short = self.short()
+        before = chance.choice((chance.randint(1, max(1, drafts - 1)), chance.randint(1, max(1, drafts - 1)), 0, 0, -1, drafts))
+        if short and chance.random() < 2 / 3:
+            before = chance.randint(1, max(1, self.width - 2))
+        block = self.snapshots if short else self.domain.block
+        count = block - self.roll.tokens.get(name, 0) % block - before
+        while count < 1:
+            count += block
+        self.parts = -(-count // self.domain.most_tokens) - 1
+        while count > 0:
+            part = min(count, self.domain.most_tokens)
+            self.add(self.prompts({name: part}))
+            count -= part
+        self.left = max(self.left, left - _FILLED)
+        ways = [(4.0 if before else 1.0, self.cross_block)] if drafts > 1 else []
+        if short and before > 0:
+            ways += [(24.0, lambda: self.prompts({name: min(before + chance.randint(0, 2), self.domain.most_tokens)}))]
+        ways += [(1.0 if before else 4.0, self.decode)] if "decode" in self.domain.events else []
+        if not before:
+            ways += [(3.0, lambda: self.moved(name))] if self.moves() else []
+            ways += [(1.0, lambda: f"s:{self.padded(self.some())}")] if "save" in self.domain.events else []
+        if ways:
+            self.add(chance.choices([write for _, write in ways], [weight for weight, _ in ways])[0]())
+
+    def moves(self) -> list[str]:
+        """Return the kinds of events that move what a request has, as far as the domain has them."""
+        kinds = {"w": "swap", "t": "transfer", "r": "preempt", "k": "fork"}
+        return [kind for kind, name in kinds.items() if name in self.domain.events and (kind != "k" or self.roll.room())]
+
+    def moved(self, name: str) -> str:
+        """Return a swap, a transfer, a preemption or a fork of a request."""
+        kind = self.chance.choice(self.moves())
+        if kind != "k":
+            return f"{kind}:{name}"
+        self.used.append(self.name())
+        return f"k:{self.used[-1]}<{name}"
+
+    def cross_block(self) -> str:
+        """Return a verification of drafts of which most are accepted as a whole."""
+        chance = self.chance
+        here = chance.sample(sorted(self.roll.tokens), len(self.roll.tokens))
+        if self.domain.ragged and chance.random() < 1 / 2:
+            counts = {name: chance.choice((self.drafts, self.drafts, 1)) for name in here}
+            rows = [f"{name}{chance.choice((count, count, chance.randint(1, count)))}:{count}" for name, count in counts.items()]
+            return f"v:{self.padded(rows, tokens=lambda: f':{chance.randint(1, self.drafts)}')}"
+        rows = [f"{name}{chance.choice((self.drafts, self.drafts, chance.randint(1, self.drafts)))}" for name in here]
+        return f"v{self.drafts}:{self.padded(rows)}"
 
     def decode(self) -> str:
         return f"d:{self.padded(self.some())}"
 
     def verify(self) -> str:
+        if (self.domain.ragged or self.domain.none_accepted) and self.chance.random() < 1 / 2:
+            return self.ragged()
         accepted = (self.chance.choice((1, self.drafts, self.chance.randint(1, self.drafts))) for _ in iter(int, 1))
         return f"v{self.drafts}:{self.padded([f'{request}{next(accepted)}' for request in self.some()])}"
+
+    def ragged(self) -> str:
+        """Return a verification in which each row has its own number of tokens, some have one, and of some none is accepted."""
+        chance, rows = self.chance, list[str]()
+        for request in self.some():
+            count = chance.choice((1, self.drafts, chance.randint(1, self.drafts))) if self.domain.ragged else self.drafts
+            accepted = chance.choice((1, count, chance.randint(1, count)))
+            rows.append(f"{request}{0 if self.domain.none_accepted and chance.random() < 1 / 4 else accepted}:{count}")
+        return f"v:{self.padded(rows, tokens=lambda: f':{chance.randint(1, self.drafts) if self.domain.ragged else self.drafts}')}"
 
     def fork(self) -> str:
         chance = self.chance
@@ -281,14 +443,28 @@ class _Author:
         here = sorted(self.roll.tokens)
         return self.chance.sample(here, self.chance.choice((len(here), len(here), self.chance.randint(1, len(here)))))
 
-    def padded(self, rows: list[str], *, prefill: bool = False) -> str:
-        """Return the rows with padding rows at any place."""
+    def padded(self, rows: list[str], *, prefill: bool = False, tokens: Callable[[], str] = str) -> str:
+        """Return the rows with padding rows at any place. `tokens` says how many tokens one has, as text."""
         if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
             for _ in range(min(self.chance.choice((1, 1, 2)), self.domain.most_padding)):
                 place = self.chance.randint(0, len(rows))
-                tokens = min(self.chance.choice((1, 2, 3)), self.domain.most_tokens) if prefill else ""
-                rows.insert(place, f"{PADDING}{tokens}")
+                rows.insert(place, f"{PADDING}{tokens()}")
         return ",".join(rows)
+
+    def padding_tokens(self) -> str:
+        """Return the number of tokens of a padding row of a prefill."""
+        return str(min(self.chance.choice((1, 2, 3)), self.domain.most_tokens))
+
+
+def _groups(domain: TraceDomain) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of heads and of value heads that are drawn.
+
+    A transfer shows a wrong order only if a rank has several value heads, or if there are more than two ranks.
+    """
+    groups = ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2))
+    if "transfer" in domain.events:
+        groups = (*groups, *((1, 1), (1, 1), (2, 4) if domain.grouped_heads else (2, 2), (3, 3)))
+    return groups
 
 
 @st.composite
@@ -300,7 +476,7 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         value = fixed.get(name, choices)
         return chance.choice(value) if isinstance(value, tuple) else value
 
-    heads, value_heads = field("groups", ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2)))
+    heads, value_heads = field("groups", _groups(domain))
     values = tuple(width for width in VALUE_WIDTHS if inside(width, domain.value_dims, domain.width_step))
     keys = tuple(width for width in (16, 16, 8) if inside(width, domain.key_dims, domain.width_step))
     fields: dict[str, Any] = {
@@ -318,6 +494,8 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         "free": field("free", FREE),
         "indices": field("indices", domain.indices),
     }
+    if fields["snapshots"] and len(domain.alignments) > 1:
+        fields["aligned"] = field("aligned", domain.alignments)
     drafts = field("drafts", (1, 2, 3, 4, 5, 8))
     events = field("events", (5, 7, 9))
     author = _Author(chance, domain, fields, drafts=min(drafts, domain.most_drafts))

@@ -6,6 +6,8 @@ A trace is a word such as `p:a5,b70,_3/d:a,_/v4:a2,b1/k:c<b@/w:a/f:a`. Events ar
     d:a,_         decode: one token of a, a padding row
     s:a,_         the same, after which a snapshot of each request is taken
     v4:a2,b1      verify drafts of 4 tokens: the first 2 of a's and the first token of b's are accepted
+    v:a2:4,b0:3,c1:1,_:2   the same for drafts with numbers of tokens of their own: 2 of a's 4 tokens are accepted, none of b's 3;
+                  c has a plain decode beside them, and the padding row has 2 tokens
     k:c<b@        fork: c begins from b's snapshot, or without `@` from b's state
     w:a           swap: a's state leaves its slot and comes back into a slot
     t:a           transfer: a's state and window are cut for the ranks of another TP size, and put together in a slot again
@@ -16,7 +18,8 @@ An event or a row that cannot happen does nothing: a row of a request that is no
 taken, an admission when no slot is left. So a part of a trace is a trace, and a trace shrinks by leaving out events and rows.
 
 A prefill of n tokens with n >= `snapshots` takes a snapshot after the last multiple of `snapshots` tokens, if the request has a
-snapshot already or a slot is left. The event `s` takes one wherever the request is, under the same condition. Requests and
+snapshot already or a slot is left. With `aligned=request`, multiples are counted from the first token of the request, so that a
+short row may take a snapshot too. The event `s` takes one wherever the request is, under the same condition. Requests and
 snapshots have one slot each.
 """
 
@@ -25,7 +28,8 @@ import re
 
 PADDING = "_"
 MOST_TOKENS, MOST_DRAFTS = 256, 8
-_ROW, _DRAFT, _FORK = re.compile(r"([a-z_])(\d{1,3})"), re.compile(r"v(\d)"), re.compile(r"([a-z])<([a-z])(@?)")
+_ROW, _DRAFT, _FORK = re.compile(r"([a-z_])(\d{1,3})"), re.compile(r"v(\d?)"), re.compile(r"([a-z])<([a-z])(@?)")
+_RAGGED = re.compile(r"(?:[a-z](\d)|_):(\d)")  # a row of `v:`, with its accepted tokens and all of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,15 @@ def tokens_of_event(event: str) -> int:
     rows = text.split(",")
     if kind == "p":
         return sum(int(row[1:]) for row in rows)
+    if kind == "v":
+        return sum(drafted(row)[1] for row in rows)
     return len(rows) * int(kind[1:] or 1) if kind[0] in "dsv" else 0
+
+
+def drafted(row: str) -> tuple[int, int]:
+    """Return of a row of `v:` how many tokens are accepted and how many it has."""
+    accepted, _, count = row[1:].partition(":")
+    return int(accepted or 0), int(count)
 
 
 def check_event(event: str) -> None:
@@ -85,9 +97,9 @@ def check_event(event: str) -> None:
     kind, colon, text = event.partition(":")
     rows = text.split(",")
     if not colon or not (kind in ("p", "d", "s", "k", "w", "t", "r", "f") or _DRAFT.fullmatch(kind)):
-        begins = f"p:, d:, s:, v1: to v{MOST_DRAFTS}:, k:, w:, t:, r: or f:"
+        begins = f"p:, d:, s:, v:, v1: to v{MOST_DRAFTS}:, k:, w:, t:, r: or f:"
         raise ValueError(f"an event of a trace must begin with {begins}, got {event[:80]!r}")
-    drafts = int(kind[1:]) if kind[0] == "v" else 0
+    drafts = int(kind[1:] or MOST_DRAFTS) if kind[0] == "v" else 0
     if kind[0] == "v" and not 1 <= drafts <= MOST_DRAFTS:
         raise ValueError(f"a draft must have 1 to {MOST_DRAFTS} tokens, got {event[:80]!r}")
     for row in rows:
@@ -98,6 +110,9 @@ def check_event(event: str) -> None:
             found = _ROW.fullmatch(row)
             if not found or int(found[2]) > MOST_TOKENS or str(int(found[2])) != found[2]:
                 raise ValueError(f"a row of a prefill must be a request and 0 to {MOST_TOKENS} tokens, got {row[:80]!r}")
+        elif kind == "v":
+            if not _RAGGED.fullmatch(row) or not 1 <= drafted(row)[1] <= drafts or drafted(row)[0] > drafted(row)[1]:
+                raise ValueError(f"a row of v: must be such as a2:4, of 1 to {drafts} tokens, or _:4, got {row[:80]!r}")
         elif kind[0] == "v" and row != PADDING:
             found = _ROW.fullmatch(row)
             if not found or found[1] == PADDING or not 1 <= int(found[2]) <= drafts or str(int(found[2])) != found[2]:
@@ -116,8 +131,8 @@ def check_event(event: str) -> None:
 class Roll:
     """Who is there: the number of tokens of each request and of each snapshot, while a trace is planned."""
 
-    def __init__(self, slots: int, snapshots: int) -> None:
-        self.slots, self.every = slots, snapshots
+    def __init__(self, slots: int, snapshots: int, aligned: str = "row") -> None:
+        self.slots, self.every, self.aligned = slots, snapshots, aligned
         self.tokens: dict[str, int] = {}
         self.saved: dict[str, int] = {}
 
@@ -129,7 +144,9 @@ class Roll:
         """Return what an event does, or None if it does nothing."""
         kind, _, text = event.partition(":")
         if kind in ("p", "d", "s") or kind[0] == "v":
-            rows = self._prefill(text) if kind == "p" else self._steps(text, int(kind[1:] or 1))
+            rows = (
+                self._prefill(text) if kind == "p" else self._drafts(text) if kind == "v" else self._steps(text, int(kind[1:] or 1))
+            )
             rows = self._saved(rows) if kind == "s" else rows
             if not any(row.real for row in rows) or not sum(row.count for row in rows):
                 return None
@@ -163,6 +180,17 @@ class Roll:
                 rows.append(Row(row[0], self.tokens[row[0]], count, int(row[1:] or count)))
         return tuple(rows)
 
+    def _drafts(self, text: str) -> tuple[Row, ...]:
+        """Return the rows of a verification whose drafts have numbers of tokens of their own."""
+        rows = []
+        for row in text.split(","):
+            accepted, count = drafted(row)
+            if row[0] == PADDING:
+                rows.append(Row(PADDING, 0, count, 0))
+            elif row[0] in self.tokens:
+                rows.append(Row(row[0], self.tokens[row[0]], count, accepted))
+        return tuple(rows)
+
     def _saved(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Return the rows of a decode with a snapshot of each request, as long as a slot is left."""
         decoded = []
@@ -185,8 +213,13 @@ class Roll:
                 self.tokens[request] = 0
             rows.append(Row(request, self.tokens.get(request, 0), count, count, begins))
         for place, found in enumerate(rows):
-            if found.real and self.every and found.count >= self.every and (found.request in self.saved or self.room()):
-                snapshot = found.count // self.every * self.every
+            snapshot = self._due(found)
+            if found.real and snapshot > 0 and (found.request in self.saved or self.room()):
                 self.saved[found.request] = found.start + snapshot
                 rows[place] = dataclasses.replace(found, snapshot=snapshot)
         return tuple(rows)
+
+    def _due(self, row: Row) -> int:
+        """Return after how many tokens of a row of a prefill a snapshot is due; 0 or less if none is."""
+        before = row.start if self.aligned == "request" else 0
+        return (before + row.count) // self.every * self.every - before if self.every else 0

@@ -40,7 +40,7 @@ def check_step(case: TraceCase, step: Step) -> None:
 
 def roll_after(case: TraceCase) -> Roll:
     """Return who is there after the trace of a case."""
-    roll = Roll(case.slots, case.snapshots)
+    roll = Roll(case.slots, case.snapshots, case.aligned)
     for number, event in enumerate(case.trace.split("/"), 1):
         roll.step(number, event)
     return roll
@@ -117,6 +117,7 @@ def _case(illegal: _Illegal, domain: TraceDomain) -> TraceCase:
         dtype=domain.dtypes[0],
         state=domain.states[0],
         snapshots=domain.snapshots[0],
+        aligned=domain.alignments[0],
         indices=domain.indices[0],
     )
 

@@ -27,18 +27,22 @@ HISTORIES = ("others", "turns", "again", "refill", "refused")
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """Owners keep every bit in steps that are not about them, and so do slots that nobody owns.
 
-    A fork, a swap and a transfer are copies of a state and a window.
+    A request of whose draft nothing is accepted keeps its bits too. Forks, swaps and transfers are copies of a state and a window.
     """
     case: TraceCase = example.case
     was: dict[str, Slot] = {}
     for moment in play(bench, case):
         step = moment.step
-        changed = {name for row in step.rows if row.count for name in (row.request, f"{row.request}@" * (row.snapshot is not None))}
+        changed = {
+            name for row in step.rows if row.accepted for name in (row.request, f"{row.request}@" * (row.snapshot is not None))
+        }
         for owner, slot in sorted(moment.before.items()):
             if owner in was:  # nothing happens between two steps
                 yield from _same(f"of {owner} before event {step.event}", slot, was[owner])
             if owner in moment.after and owner not in changed and owner != step.request:
-                yield from _same(f"of {owner}, not in event {step.event}", moment.after[owner], slot)
+                rejected = any(row.request == owner and row.count for row in step.rows)
+                where = f"of {owner}, of whose draft nothing is accepted in event" if rejected else f"of {owner}, not in event"
+                yield from _same(f"{where} {step.event}", moment.after[owner], slot)
         for number, (earlier, later) in moment.idle.items():
             yield from _same(f"in slot {number}, which nobody owns, after event {step.event}", later, earlier)
         if step.kind == "k":

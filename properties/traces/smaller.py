@@ -1,11 +1,11 @@
 """How traces shrink: fewer requests, events, rows and tokens."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from properties.traces.case import TraceCase
-from properties.traces.events import PADDING
+from properties.traces.events import PADDING, drafted
 from properties.words.smaller import Changes, Smaller, below, blocks_below, fewer_heads, next_multiples, without_some
 
 
@@ -54,6 +54,9 @@ def _counts(case: TraceCase) -> Changes:
     for number, event in enumerate(events):
         kind, _, text = event.partition(":")
         rows = text.split(",")
+        if kind == "v":
+            yield from (_trace([*events[:number], fewer, *events[number + 1 :]]) for fewer in _fewer_drafts(rows))
+            continue
         if kind[0] == "v":
             for drafts in below(int(kind[1:]), 1):
                 fewer = [row if row == PADDING else f"{row[0]}{min(int(row[1:]), drafts)}" for row in rows]
@@ -65,9 +68,25 @@ def _counts(case: TraceCase) -> Changes:
                 yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
 
 
+def _fewer_drafts(rows: list[str]) -> Iterator[str]:
+    """Yield verifications with equal numbers of tokens in all rows, and with fewer tokens or fewer accepted ones in one row."""
+    counts = [drafted(row) for row in rows]
+    real = [count for row, count in zip(rows, counts, strict=True) if row[0] != PADDING]
+    if real and all(accepted for accepted, _ in real):
+        most = max(count for _, count in counts)
+        written = [row[0] if row[0] == PADDING else f"{row[0]}{accepted}" for row, (accepted, _) in zip(rows, counts, strict=True)]
+        yield f"v{most}:{','.join(written)}"
+    for place, (row, (accepted, count)) in enumerate(zip(rows, counts, strict=True)):
+        changes = [(min(accepted, fewer), fewer) for fewer in below(count, 1)]
+        changes += [(fewer, count) for fewer in below(accepted, 0)]
+        for kept, drafts in changes:
+            changed = f"{PADDING}:{drafts}" if row[0] == PADDING else f"{row[0]}{kept}:{drafts}"
+            yield f"v:{','.join([*rows[:place], changed, *rows[place + 1 :]])}"
+
+
 def _names(case: TraceCase) -> Changes:
     """Yield the trace with its requests called a, b, c in the order in which they come."""
-    text = re.sub("[pdskwtrf]:|v\\d:", lambda kind: kind[0].upper(), case.trace)
+    text = re.sub("[pdskwtrf]:|v\\d?:", lambda kind: kind[0].upper(), case.trace)
     letters = dict.fromkeys(letter for letter in text if letter.islower())
     renamed = str.translate(text, {ord(letter): ord("a") + number for number, letter in enumerate(letters)}).lower()
     if renamed != case.trace:

@@ -216,11 +216,18 @@ class Engine(abc.ABC):
         """
 
     def verify(self, batch: Batch) -> Tensor:
-        """Return o [T, HV, V] of drafts, which all have the same number of tokens. `commit` follows with the accepted tokens."""
+        """Return o [T, HV, V] of drafts. `commit` follows with the accepted tokens.
+
+        All rows have the same number of tokens, unless the domain has `ragged`. A row of one token is then a plain decode.
+        """
         raise NotImplementedError
 
     def commit(self, accepted: Sequence[int]) -> None:
-        """Keep the first `accepted` tokens of each row of the last `verify`: at least 1, and 0 for padding rows."""
+        """Keep the first `accepted` tokens of each row of the last `verify`.
+
+        They are 0 for padding rows and, if the domain has `none_accepted`, for drafts that are rejected as a whole; otherwise at
+        least 1.
+        """
         raise NotImplementedError
 
     def fork(self, new: str, old: str, *, snapshot: bool) -> None:

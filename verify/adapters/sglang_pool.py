@@ -295,8 +295,12 @@ class Pool(TraceAdapter):
     domain = TraceDomain(
         events=("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free"),
         dtypes=("bf16",),
+        ragged=False,  # `verify` views the tokens as [rows, drafts]
+        none_accepted=False,  # the token before a draft is verified with it, and always stays
         empty=False,  # prepare_chunk_indices counts no sequence of no tokens, so later chunks would belong to an earlier row
+        block=0,  # a request has one slot, however many tokens it has
         snapshots=(0, CHUNK),
+        alignments=("row",),  # chunks begin with a row
         snapshot_dtype="input",
         indices=("int32",),
         most_padding=PADDING_ROWS,

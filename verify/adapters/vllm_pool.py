@@ -309,9 +309,11 @@ class Pool(TraceAdapter):
         dtypes=("bf16", "fp16"),
         key_dims=(16, 128),  # compiled, tl.dot has at least 16 keys and blocks of 16 values
         value_dims=(9, 128),
+        none_accepted=False,  # the token before a draft is verified with it, and always stays
         padding_slots=("0",),
         prefill_padding=False,  # vLLM pads rows in graphs of decodes and of drafts alone
         empty=False,  # a request without tokens has no row
+        block=0,  # with mamba_cache_mode="none", blocks are drafts' and not tokens'
         snapshots=(0,),
         indices=("int32",),
         most_padding=PADDING_ROWS,

@@ -242,6 +242,34 @@ class NoWriteAfterFour(Serves, letter="S", incident=(20,)):
         super().write([row for row, _ in written], [count for _, count in written])
 
 
+class OneWidthForAllDrafts(Serves, letter="S", incident=(20,)):
+    """The state that is kept of a draft is looked for where it would be if all rows were as long as the longest (vllm 55504)."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        widest = max(len(row.o) for row in self.drafted)
+        every = [state for row in self.drafted for state in row.states[1:]]
+        for place, (row, count) in enumerate(zip(self.drafted, accepted, strict=True)):
+            row.states[count] = every[min(place * widest + count, len(every)) - 1] if count else row.states[0]
+        super().commit(accepted)
+
+
+class AcceptedOfDraftsAlone(Serves, letter="S", incident=(20,)):
+    """Counts of accepted tokens lie side by side for drafts alone, and are read with the plain decodes (vllm-xpu-kernels 599)."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        lengths = [len(row.o) for row in self.drafted]
+        drafts = [count for count, length in zip(accepted, lengths, strict=True) if length > 1]
+        counts = (drafts + [1] * len(lengths))[: len(lengths)] if drafts else accepted
+        super().commit([min(count, length) for count, length in zip(counts, lengths, strict=True)])
+
+
+class NoneAcceptedIsOne(Serves, letter="S", incident=(21,)):
+    """A draft of which nothing is accepted is committed like one of which the first token is (vllm 51508)."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit([max(count, 1) for count in accepted])
+
+
 class VerifyWithoutDecay(Serves, letter="D"):
     """The kernel that verifies drafts leaves out the decay (mlx-swift-lm 218)."""
 
@@ -316,6 +344,22 @@ class RowsChangeStates(Serves, letter="S", incident=(1,)):
         return super().prefill(batch)
 
 
+class MixedStepsTakeNoSnapshot(Serves):
+    """A prefill in which a request goes on with one token takes the way of decodes, and no snapshot is written (sglang 39342)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        names = zip(batch.requests, batch.starts, batch.lengths, strict=True)
+        if max(batch.lengths) == 1 or not any(name != PADDING and start and length == 1 for name, start, length in names):
+            super().save(batch, rows)
+            return
+        for request, count in zip(batch.requests, batch.snapshots, strict=True):
+            if count is not None and f"{request}@" not in self.owned:
+                self.owned[f"{request}@"] = self.take()
+
+
 # Snapshots of a prefix
 
 
@@ -342,6 +386,17 @@ class SnapshotWindowOfTheEnd(Serves, letter="S", incident=(23,)):
         for row, request, count in zip(rows, batch.requests, batch.snapshots, strict=True):
             if count is not None:
                 self.windows[self.owned[f"{request}@"]] = row.line[:, len(row.o) :]
+
+
+class ShortRowsSaveAnEmptyWindow(Serves, letter="S", incident=(23,)):
+    """A prompt that takes a snapshot after fewer tokens than the window has saves zeros for the tokens before."""
+
+    def prefill(self, batch: Batch) -> Tensor:
+        o, columns = super().prefill(batch), self.sizes.width - 1
+        for request, count in zip(batch.requests, batch.snapshots, strict=True):
+            if count is not None and count < columns:
+                self.windows[self.owned[f"{request}@"], :, : columns - count] = 0
+        return o
 
 
 class SnapshotIsNotRenewed(Serves, letter="S", incident=(23,)):
@@ -446,6 +501,21 @@ class TransferSendsTheFirstRank(Serves, letter="T"):
 
     def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
         return super().joined([(ranks[0][0], parts) for _, parts in ranks])
+
+
+class TransferDealsHeads(Serves, letter="T"):
+    """Value heads are dealt to ranks in turn, and joined as if each rank had neighbours (vllm 38898)."""
+
+    def cut(self, state: Tensor, window: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        ranks = super().cut(state, window)
+        return [(state[rank :: len(ranks)], parts) for rank, (_, parts) in enumerate(ranks)]
+
+
+class TransferJoinsTheEndsFirst(Serves, letter="T"):
+    """Of three or more ranks, the last one is joined right behind the first one."""
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        return super().joined([ranks[0], *ranks[1:][-1:], *ranks[1:-1]])
 
 
 class PreemptionKeepsTheState(Serves, letter="S", incident=(19,)):
