@@ -344,11 +344,8 @@ class RowsChangeStates(Serves, letter="S", incident=(1,)):
         return super().prefill(batch)
 
 
-class MixedStepsTakeNoSnapshot(Serves):
+class MixedStepsTakeNoSnapshot(Serves, letter="S", incident=(23,)):
     """A prefill in which a request goes on with one token takes the way of decodes, and no snapshot is written (sglang 39342)."""
-
-    letter = "S"
-    incident = (23,)
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
         names = zip(batch.requests, batch.starts, batch.lengths, strict=True)
