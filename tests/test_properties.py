@@ -84,7 +84,8 @@ LACKING = {
     "no initial state": {"cut": "initial state", "recurrent": "initial state"},
     "no norm": {"norm": "qk norm"},
     "no strides": {"strides": "views"},
-    "a decode kernel": {"packed": "packed"},
+    "no backward": {"recompute": "backward"},
+    "a decode kernel": {"packed": "packed", "recompute": "backward"},
     "a narrow training kernel": {
         "packed": "batched",
         "recurrent": "initial state",
