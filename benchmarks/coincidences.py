@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from properties.traces.case import TraceCase
-from properties.traces.domain import TraceDomain, trace_cases
+from properties.traces.domain import TraceDomain
+from properties.traces.drawing import trace_cases
 from properties.traces.events import Roll, Row, Step
 from verify.engine.drawing import seeded
 

@@ -11,8 +11,9 @@ from verify.engine.asking import ask, describe
 from verify.execution.line import Run
 from verify.findings.report import finding_lines
 from verify.findings.store import Store
+from verify.process.environment import OUTER_PATH
 from verify.process.outcome import FailureKind, Verdict
-from verify.process.worker import OUTER_PATH, Worker
+from verify.process.worker import Worker
 
 ADAPTER = """
 import os, pathlib, subprocess, sys, time

@@ -19,7 +19,8 @@ from oracles.tolerance import bound
 from properties.books import book_for
 from properties.laws.law import Blind, Breach, Pair
 from properties.traces.case import Batch, Sizes, TraceCase
-from properties.traces.domain import TraceDomain, trace_cases
+from properties.traces.domain import TraceDomain
+from properties.traces.drawing import trace_cases
 from properties.traces.laws import TRACE_LAWS
 from properties.traces.play import play
 from properties.words.example import Example

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from properties.traces.case import TraceCase
-from properties.traces.domain import trace_cases
+from properties.traces.drawing import trace_cases
 from properties.traces.laws import TRACE_LAWS
 from tests.kills import unexplained
 from verify.adapters.vllm_pool import Pool

@@ -263,7 +263,7 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _later(case: Any, domain: Any) -> Any:
     """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the domain's strongest."""
-    strongest = getattr(domain, "strongest_decay", "saturated")
+    strongest = domain.strongest_decay
     if case.operation == "delta_rule" or not hasattr(case, "gate") or getattr(case, "without_gate", False):
         return with_others(case, domain)
     if strongest != "saturated" and getattr(case, "channel_decays", "none") != "none":
@@ -514,13 +514,13 @@ def inner(case: Any) -> range:
 
 def cuts(domain: Any) -> Callable[[Any], range]:
     """Return the function of a case that returns the tokens at which the domain's sequences can be cut in two."""
-    step = getattr(domain, "length_step", 1)
+    step = domain.length_step
     return inner if step == 1 else lambda case: range(step, max(case.lengths), step)
 
 
 def outside_of_cut(domain: Any, example: Example) -> str | None:
     """Return why the parts of a cut are outside the domain, or None."""
-    step = getattr(domain, "length_step", 1)
+    step = domain.length_step
     if example.at is not None and example.at % step:
         return f"at={example.at}: every length must be a multiple of {step}"
     if example.case.packed and len(example.case.lengths) > 1 and (one_initial_state(domain) or one_final_state(domain)):

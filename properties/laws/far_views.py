@@ -60,7 +60,7 @@ def require_long(domain: Any) -> None:
 
 
 def _tokens_of(domain: Any) -> int:
-    step = getattr(domain, "length_step", 1)
+    step: int = domain.length_step
     return -(-LEAST_TOKENS // step) * step
 
 

@@ -66,7 +66,7 @@ def order_of(example: Example) -> int:
 
 def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
     """Return the case in other shapes and in another dtype, as far as that is inside the domain, each with what is other."""
-    lengths, other, step = case.lengths, with_others(case, domain), getattr(domain, "length_step", 1)
+    lengths, other, step = case.lengths, with_others(case, domain), domain.length_step
     more = 2 if step == 1 else step
     longer = (*lengths, lengths[0] + more) if case.packed else tuple(length + more for length in lengths)
     fewer = lengths[1:] if len(lengths) > 1 else (max(1, lengths[0] // 2 // step) * step,)

@@ -15,6 +15,7 @@ from torch import Tensor
 from oracles.arithmetic.counter import mix_words
 from oracles.operation import Inputs, Operation
 from oracles.tolerance.bound import Bound
+from properties.words.domain import AnyDomain
 from properties.words.example import Example
 from properties.words.options import all_values
 
@@ -290,14 +291,14 @@ def conventional(domain: Any, inputs: Inputs, cotangents: Cotangents) -> tuple[I
     return inputs, cotangents
 
 
-def one_initial_state(domain: Any) -> bool:
+def one_initial_state(domain: AnyDomain) -> bool:
     """Whether only the first sequence of a packed call has an initial state."""
-    return getattr(domain, "initial_states", "each") == "first"
+    return domain.initial_states == "first"
 
 
-def one_final_state(domain: Any) -> bool:
+def one_final_state(domain: AnyDomain) -> bool:
     """Whether only the last sequence of a packed call returns a final state."""
-    return getattr(domain, "final_states", "each") == "last"
+    return domain.final_states == "last"
 
 
 def with_one_state(domain: Any, inputs: Inputs) -> Inputs:
@@ -312,7 +313,7 @@ def with_options(domain: Any, inputs: Inputs, text: str = "none") -> Inputs:
 
     `text` is the word `options` of the case. The values of options that the domain lacks are left out.
     """
-    if not (known := getattr(domain, "options", ())):
+    if not (known := domain.options):
         return inputs
     values = all_values(known, text)
     return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})

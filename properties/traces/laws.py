@@ -14,7 +14,8 @@ from torch import Tensor
 
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
-from properties.traces.domain import VALUE_WIDTHS, TraceDomain, trace_cases
+from properties.traces.domain import TraceDomain
+from properties.traces.drawing import VALUE_WIDTHS, trace_cases
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags

@@ -78,7 +78,11 @@ class AnyDomain(_Usual):
         if self.operation not in operations:
             raise ValueError(f"operation must be {_one_of(operations)}, got {self.operation!r}")
         for name, promise in self.PROMISES.items():
-            promise.check(name, self, promise.choices or self.CASE.CHOICES.get(promise.word, ()))
+            choices = promise.choices or self.CASE.CHOICES.get(promise.word, ())
+            if promise.how == "some" and choices:
+                check_tuples(self, (name, choices))
+            if promise.how == "one" and getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (getattr(self, "packed", True) or getattr(self, "batched", True)):
             raise ValueError("packed or batched must be True, got neither")
         check_options(self.options, self.exact_options)
@@ -105,19 +109,13 @@ class AnyDomain(_Usual):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the domain from the data of `to_json`."""
-        return cls(
-            **{**{name: frozen(value) for name, value in data.items()}, "drawing": Drawing(**frozen_values(data["drawing"]))}
-        )
+        drawing = Drawing(**{name: frozen(value) for name, value in data["drawing"].items()})
+        return cls(**{**{name: frozen(value) for name, value in data.items()}, "drawing": drawing})
 
 
 def frozen(value: Any) -> Any:
     """Return plain data with tuples in place of lists."""
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def frozen_values(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a mapping with tuples in place of lists."""
-    return {name: frozen(value) for name, value in data.items()}
 
 
 def _one_of(names: Sequence[str]) -> str:

@@ -1,8 +1,6 @@
-"""Illegal inputs of rules and modules: legal calls with one argument made wrong, which our own contract refuses.
+"""Illegal inputs: legal calls with one argument made wrong, which our own contract refuses. Each book has its own in illegal.py.
 
-A kernel may leave the test to its caller, because it costs a device synchronisation. But users should know that it does. The
-illegal inputs of the other books are in illegal_pools.py, illegal_layers.py, illegal_layouts.py (paths) and illegal_events.py
-(traces).
+A kernel may leave the test to its caller, because it costs a device synchronisation. But users should know that it does.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def always(case: Any) -> bool:  # noqa: ARG001
-    """Whether a word that acts in every case acts in this one."""
+    """Whether a word acts in a case: the answer for words that act in all of them."""
     return True
 
 
@@ -77,16 +77,6 @@ class Promise:
         if self.how == "one":
             return None if value == promised else f"{written} is not {promised}"
         return f"{written} is not supported" if value == self.value and not promised else None
-
-    def check(self, name: str, domain: Any, choices: tuple[Any, ...]) -> None:
-        """Raise ValueError for a value that is none of the choices, or no tuple of some of them, if there are choices."""
-        if not choices:
-            return
-        value, listed = getattr(domain, name), ", ".join(map(str, choices))
-        if self.how == "some" and not (isinstance(value, tuple) and value and all(one in choices for one in value)):
-            raise ValueError(f"{name} must be a tuple of some of {listed}, got {value!r}")
-        if self.how == "one" and value not in choices:
-            raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
 def some_of(word: str, choices: tuple[Any, ...] = ()) -> Promise:

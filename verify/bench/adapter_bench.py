@@ -153,7 +153,7 @@ class AdapterBench(Watched):
         """
         spec = self._contract(inputs)
         inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
-        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
+        inputs = in_layout(inputs, self.domain.layout)
         if not (same_objects or takes_views(self.domain)):
             inputs = inputs.replaced(**{name: as_allocated(x) for name, x in inputs.items() if isinstance(x, Tensor)})
             cotangents = cotangents and {name: as_allocated(x) for name, x in cotangents.items()}
@@ -162,7 +162,7 @@ class AdapterBench(Watched):
         inputs, cotangents = between(inputs, cotangents, guards)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = Copies(tensors)
-        updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
+        updated = {port.name for port in spec.outputs} & tensors.keys() if self.domain.in_place else set()
         try:
             with self.watched(devices.default("cpu"), poisoned(poison), guards.known()):
                 with races.accepted(if_=shares_a_slot(inputs)):
@@ -188,10 +188,10 @@ class AdapterBench(Watched):
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
         spec = self._contract(first)
-        first = in_layout(first, getattr(self.domain, "layout", None))
+        first = in_layout(first, self.domain.layout)
         first, _ = between(first, None, Guards(tensors_of(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
-        if self.device == "cpu" or not getattr(self.domain, "graphs", False):
+        if self.device == "cpu" or not self.domain.graphs:
             self.run(first, cotangents, same_objects=True)
             with torch.no_grad():
                 for name, tensor in tensors.items():
@@ -282,7 +282,7 @@ class AdapterBench(Watched):
         What is returned or raised is dropped. Returns the copies as the call left them; None if it has fewer operations.
         """
         spec = self._contract(inputs)
-        inputs = in_layout(self._with_options(inputs, self.adapter), getattr(self.domain, "layout", None))
+        inputs = in_layout(self._with_options(inputs, self.adapter), self.domain.layout)
         copies = inputs.replaced(**{name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)})
         if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in copies.values()):
             cotangents = None  # a device has its backward in a thread of torch's, where an error of ours would end the process
@@ -327,8 +327,8 @@ class AdapterBench(Watched):
 
     def _fresh(self, spec: Operation, inputs: Inputs) -> Inputs:
         """The inputs in the domain's layout, with new copies of those that a call updates in place."""
-        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
-        updated = {port.name for port in spec.outputs} if getattr(self.domain, "in_place", False) else set()
+        inputs = in_layout(inputs, self.domain.layout)
+        updated = {port.name for port in spec.outputs} if self.domain.in_place else set()
         return inputs.replaced(**{name: x.clone() for name, x in inputs.items() if name in updated and x is not None})
 
     @marked(Mark.IMPLEMENTATION)

@@ -79,7 +79,7 @@ class Described:
 
         It is always "ieee" on a CPU. For a path it may depend on the choices and the variant of the example.
         """
-        if device == "cpu" or not getattr(self.domain, "tf32", ()):
+        if device == "cpu" or not self.domain.tf32:
             return "ieee" if device == "cpu" else self.products
         words = example.case.words()
         chosen = {f"{name}={words[name]}" for name, _ in self.domain.choices} | {example.variant}

@@ -57,7 +57,7 @@ def _of_call(adapter: Adapter, case: Any, inputs: Inputs) -> str:
     domain = adapter.domain
     # Each tensor gets memory of its own: through a view, a kernel may legally reach the rest of the tensor that it was cut from.
     whole = {name: x.clone(memory_format=torch.contiguous_format) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-    inputs = in_layout(inputs.replaced(**whole), getattr(domain, "layout", None))
+    inputs = in_layout(inputs.replaced(**whole), domain.layout)
     try:
         adapter.run(with_options(domain, with_one_state(domain, inputs), getattr(case, "options", "none")))
     except Exception as error:
