@@ -84,7 +84,7 @@ def test_drawn_calls_are_legal_and_of_their_regime() -> None:
     assert len(seen) == 100
     for name in ("dtype", "values", "state", "gate", "eps", "cached", "packed", "conv_bias", "conv_width", "allow_neg_eigval"):
         assert len({getattr(case, name) for case in seen}) > 1, name
-    assert {case.values for case in seen} == {"ordinary", "scaled", "small", "zero_rows"}
+    assert {case.values for case in seen} == {"ordinary", "scaled", "small", "zero_rows", "one_signed"}
     assert any(0 in case.lengths for case in seen)
     assert any(not case.packed and max(case.lengths) > 64 for case in seen), "a batch of several chunks"
     assert {max(case.key_dim, case.value_dim) > 64 for case in seen} == {False, True}
@@ -174,6 +174,7 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
                 "left_padding": "attention mask is not supported",
                 "cache": "caches is not supported",
                 "strides": "views is not supported",
+                "recompute": "backward is not supported",
             },
             TRAINING: dict.fromkeys(("packed", "left_padding", "cache"), "batched is not supported"),
         }[domain]

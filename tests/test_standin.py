@@ -27,6 +27,7 @@ from tests.together import for_each
 from verify.adapters.registry import AdapterError
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.path_bench import RankBench
+from verify.bench.shared_calls import SharedCall
 from verify.engine.drawing import seeded
 from verify.execution import judging
 from verify.execution.execute import execute
@@ -523,8 +524,13 @@ def law_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def index_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tokens are selected on the device, by an index that is on the CPU."""
-    plain = RankBench._tokens
-    monkeypatch.setattr(RankBench, "_tokens", lambda self, case, rank, x: plain(self, case, rank, x.to(self.device)))
+    cut, plain = SharedCall.tokens, RankBench._prepared
+
+    def prepared(self: RankBench, *arguments: Any) -> Any:
+        monkeypatch.setattr(SharedCall, "tokens", lambda call, x, rank: cut(call, x.to(self.device), rank))
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(RankBench, "_prepared", prepared)
 
 
 def bounds_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ class Plan:
 
 def has_keys(thing: Any) -> bool:
     """Whether the cases of this case's or domain's book have compile keys."""
-    return hasattr(book_of(thing).case, "KEYS")
+    return bool(book_of(thing).case.KEYS)
 
 
 def on_gpu(domain: Any, seed: int) -> Any:

@@ -473,5 +473,7 @@ def overall(counts: dict[str, int], reason: str = "", planned: int | None = None
         return Verdict.UNKNOWN, "no case was run"
     if counts.get(Verdict.UNSUPPORTED) == drawn:
         return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
+    if not holds and could:
+        return Verdict.UNKNOWN, f"all {could} cases that could see a defect show a known one; a verdict needs one that holds"
     few = f"{could} of {drawn} cases could have shown a defect" if could < drawn else f"{drawn} cases were run"
     return Verdict.UNKNOWN, f"only {few}; a verdict needs {least}"
