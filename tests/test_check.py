@@ -38,7 +38,7 @@ from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
 from verify.engine.compilers import Compilers
 from verify.engine.drawing import seeded
-from verify.engine.law_check import ENOUGH, Settings, overall
+from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import execute as execute_module
 from verify.execution import judging, service
@@ -46,7 +46,7 @@ from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.known import Known, KnownDefects
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.messages import Compile, Describe, Question, RunOne

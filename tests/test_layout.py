@@ -23,7 +23,20 @@ LIBRARIES = {
     "oracles": {"torch"},
     "properties": {"torch", "hypothesis"},
     "verify": {
-        *("torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"),
+        *(
+            "torch",
+            "hypothesis",
+            "coverage",
+            "numpy",
+            "pytest",
+            "packaging",
+            "rich",
+            "triton",
+            "fla",
+            "jinja2",
+            "matplotlib",
+            "msgspec",
+        ),
         "gdn_verify",  # ours, beside the folders: it has a name that no other module has
     },
 }

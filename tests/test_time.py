@@ -15,11 +15,11 @@ from verify.cli import check_command, exits
 from verify.cli.main import main
 from verify.engine import law_check
 from verify.engine.check import Check
-from verify.engine.law_check import ENOUGH, Settings, overall
+from verify.engine.law_check import Settings
 from verify.engine.power import KILLS, by_power
 from verify.engine.profiles import PROFILES, Profile
 from verify.findings import report as text
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.store import Store
 from verify.process.messages import Question, Refuse, RunOne
 from verify.process.outcome import Verdict

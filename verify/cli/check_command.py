@@ -14,6 +14,7 @@ from typing import TextIO
 
 from properties.books import book_of
 from properties.paths.domain import PathDomain
+from verify import __version__
 from verify.adapters.registry import PATHS
 from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
 from verify.cli.hosts import (
@@ -37,6 +38,7 @@ from verify.cli.terminal import print_line, width_of
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.shard import WHOLE
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
@@ -47,6 +49,7 @@ from verify.process.worker import WorkerLost
 from verify.ranks.group import Group
 from verify.ranks.torchrun import follow, launched
 from verify.reach import report as reach_report
+from verify.record.record import End, Head, end_line, head_line, law_line
 
 
 def check(options: argparse.Namespace) -> int:
@@ -57,8 +60,10 @@ def check(options: argparse.Namespace) -> int:
     if options.strict_reach and options.tune == SWEEP:
         raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
     launch = launched()
-    if options.minutes is not None and options.tune == SWEEP:
-        raise ValueError("--minutes must be left out with --tune sweep, which runs every configuration")
+    for option in ("budget", "shard") if options.tune == SWEEP else ():
+        if getattr(options, option) is not None:
+            raise ValueError(f"--{option} must be left out with --tune sweep, which runs every configuration")
+    shard = options.shard or WHOLE
     if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
             "--sanitize is for one process on a GPU: it excludes parallel paths, --ranks, torchrun, --tune sweep and --device cpu"
@@ -70,6 +75,9 @@ def check(options: argparse.Namespace) -> int:
     sanitizer = sanitizer_of(options)
     device = {"nccl": "cuda", "gloo": "cpu"}[backend] if backend else device_of("cuda" if sanitizer else options.device)
     profile = PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
+    if not shard.whole and (options.climb or profile.climbs or options.strict_reach):
+        what = "--strict-reach, which merge decides" if options.strict_reach else "cases that follow from the errors of others"
+        raise ValueError(f"--shard {shard} excludes {what}")
     read_deny_list(options.deny, new=options.tune == SWEEP)
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
@@ -89,7 +97,8 @@ def check(options: argparse.Namespace) -> int:
         deadline_s=deadline_of(options),
         compilers=0 if ranks or spec in PATHS else compilers_of(device),
         known=options.known,
-        until=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
+        until=math.inf if options.budget is None else time.monotonic() + options.budget,
+        shard=shard,
         engine_workers=engine_workers_of(options),
         gpu_workers=gpu_workers_of(options),
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
@@ -97,7 +106,8 @@ def check(options: argparse.Namespace) -> int:
     # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
     # later checks, so no examples are read or kept.
     examples = None if sanitizer else examples
-    start, interrupted, workers = time.monotonic(), False, workers_of(options, launch, device, sanitizer)
+    start, workers = time.monotonic(), workers_of(options, launch, device, sanitizer)
+    told = _Told()
     checking = Check(settings, workers, store, examples=examples)
     with (
         sanitizer or contextlib.nullcontext(),
@@ -109,22 +119,32 @@ def check(options: argparse.Namespace) -> int:
         checking.on_case = on_case
         checking.on_report = functools.partial(_print_report, out, lines, on_case)
         try:
-            _run(options, checking, sanitizer, out)
+            _run(options, checking, sanitizer, out, lines, told)
         except KeyboardInterrupt:
-            interrupted = True
+            told.interrupted = True
             checking.stop()
         for report in checking.unfinished:
             if report.counts and not options.stop:
                 checking.on_report(report)
-    print_troubles(store, examples)
-    _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
-    if interrupted:
+        print_troubles(store, examples)
+        _print_end(checking, time.monotonic() - start, out, told)
+        code = _code(options, checking, told)
+        if code == UNDECIDED and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
+            print_line("undecided because of --strict-reach: something was not looked at", out)
+        if checking.described is not None:
+            lines(end_line(told.end(code, time.monotonic() - start, checking)))
+        return lines.code(code)
+
+
+def _code(options: argparse.Namespace, checking: Check, told: "_Told") -> int:
+    """The exit code of a check."""
+    if told.interrupted:
         return INTERRUPTED
-    code = lines.code(exit_code([*checking.reports, *checking.unfinished], all_asked=not _not_asked(checking)))
-    if code == HOLDS and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
-        print_line("undecided because of --strict-reach: something was not looked at", out)
-        return UNDECIDED
-    return code
+    cut_short = options.budget is not None and any(report.cut_short for report in checking.unfinished)
+    missed = bool(_not_asked(checking)) or cut_short
+    code = exit_code([*checking.reports, *checking.unfinished], all_asked=options.budget_ok or not missed)
+    gaps = options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking))
+    return UNDECIDED if code == HOLDS and gaps else code
 
 
 def _omits(checking: Check) -> Mapping[str, str]:
@@ -132,7 +152,9 @@ def _omits(checking: Check) -> Mapping[str, str]:
     return checking.described.omits if checking.described is not None else {}
 
 
-def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO) -> None:
+def _run(
+    options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO, lines: JsonLines, told: "_Told"
+) -> None:
     """Print the header, run the check, then print which regimes the cases covered."""
     if sanitizer is not None:
         sanitizer.prove(checking.workers[0])
@@ -148,6 +170,8 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     where += f", on {described.device}" if described.device else ""
     where += f", under {PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
     settings = checking.settings
+    where += "" if settings.shard.whole else f", shard {settings.shard}"
+    lines(head_line(_head(checking)))
     print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
     print_line("\n".join([*described.lines(), *_files_of(checking.defects)]), out)
     if warning := checking.warning():
@@ -159,11 +183,48 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     if options.law:
         return
     seen = coverage.counted(checking.cases)
-    gaps = coverage.missed(seen, described.domain, checking.cases[:200])
-    print_line("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
+    gaps = coverage.missed(seen, described.domain, checking.cases[:200]) if settings.shard.whole else []
+    told.regimes = coverage.lines(seen, gaps)
+    print_line("\n".join(["cases by regime:", *told.regimes]), out)
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped:
-        _print_refusals(spec, checking, out)
+        told.refusals = _print_refusals(spec, checking, out)
+
+
+@dataclasses.dataclass
+class _Told:
+    """What a check printed beside the reports of its laws."""
+
+    interrupted: bool = False
+    regimes: list[str] = dataclasses.field(default_factory=list)
+    refusals: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    looked_at: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    causes: list[str] = dataclasses.field(default_factory=list)
+
+    def end(self, code: int, wall_s: float, checking: Check) -> End:
+        """The end of the check's record."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return End(exit_code=code, wall_s=wall_s, not_run=_not_asked(checking), reach=checking.reach, **parts)
+
+
+def _head(checking: Check) -> Head:
+    """The beginning of the check's record."""
+    settings, described = checking.settings, checking.describe()
+    return Head(
+        adapter=settings.adapter,
+        gdn_verify=__version__,
+        versions=described.versions,
+        device=described.device,
+        profile=settings.profile.name,
+        seed=settings.seed,
+        laws=checking.asked,
+        tune=settings.tune,
+        products=settings.products or described.products,
+        under=settings.under,
+        shard=(settings.shard.number, settings.shard.count),
+        declares=described.lines(),
+    )
 
 
 def _files_of(defects: Iterable[known.Known]) -> list[str]:
@@ -177,26 +238,26 @@ def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, in
     told = text.failure(report, width_of(out, text.WIDTH)) if report.verdict is Verdict.BROKEN else text.law_line(report)
     if told or report.known:
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
-    lines(report.to_json())
+    lines(law_line(report))
 
 
-def _print_end(checking: Check, wall_s: float, out: TextIO, *, interrupted: bool) -> None:
+def _print_end(checking: Check, wall_s: float, out: TextIO, told: _Told) -> None:
     """Print the reach, the causes, the summary, kernels whose programs could not be interpreted together, and our own failures."""
     reports = checking.reports
-    seen = []
-    if interrupted or any(report.verdict is Verdict.HOLDS for report in reports):
-        seen = reach_report.report(
+    if told.interrupted or any(report.verdict is Verdict.HOLDS for report in reports):
+        told.looked_at = reach_report.report(
             checking.reach,
             _omits(checking),
             parameters=checking.settings.laws is None,
             width=width_of(out, reach_report.WIDTH),
         )
-    for told in (seen, left_out([*reports, *checking.unfinished]), causes.lines(reports)):
-        if told:
-            print_line("\n".join(told), out)
+    told.left_out, told.causes = left_out([*reports, *checking.unfinished]), causes.lines(reports)
+    for part in (told.looked_at, told.left_out, told.causes):
+        if part:
+            print_line("\n".join(part), out)
     if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
         print_line(f"not run, because the time was up: {', '.join(names)}", out)
-    print_line(("interrupted: " if interrupted else "") + _summary(checking, wall_s), out)
+    print_line(("interrupted: " if told.interrupted else "") + _summary(checking, wall_s), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)
     if notice := text.fault_notice(reports):
@@ -209,15 +270,15 @@ def _not_asked(checking: Check) -> list[str]:
     return [law for law in checking.laws or () if law not in begun]
 
 
-def _print_refusals(spec: str, checking: Check, out: TextIO) -> None:
-    """Print what the adapter does with illegal input, unless the time is up before all of it is known."""
+def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[str]]:
+    """Print what the adapter does with illegal input, unless the time is up before all of it is known, and return it."""
     did, worker = dict[str, list[str]](), checking.workers[0]
     domain, ended = checking.describe().domain, list[str]()
-    for name in book_of(domain).illegal.names(domain.operation):
+    for name in filter(checking.settings.shard.owns, book_of(domain).illegal.names(domain.operation)):
         answer = "" if time.monotonic() >= checking.settings.until else _reaction(spec, name, checking)
         if time.monotonic() >= checking.settings.until:
             print_line("illegal input: not tried in full, because the time was up", out)
-            return
+            return did
         did.setdefault(answer, []).append(name)
         if isinstance(worker, Group) and not worker.alive:
             ended.append(name)
@@ -227,6 +288,7 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> None:
         print_line(f"  {answer}: {'; '.join(names)}", out)
     if ended:
         print_line(f"  the ranks were ended after: {'; '.join(ended)} (each later call had new ranks; the laws ran before)", out)
+    return did
 
 
 def _reaction(spec: str, name: str, checking: Check) -> str:

@@ -14,6 +14,7 @@ from verify.cli.output import print_json
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.shard import WHOLE
 from verify.gpu import device as devices
 from verify.process.worker import Worker
 
@@ -26,6 +27,7 @@ def draw(options: argparse.Namespace) -> int:
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     tune = str(seed) if device == "cuda" else ""
     settings = Settings(options.adapter, chosen_laws(options), profile, seed, device, tune, climbs=options.climb or None)
+    settings = dataclasses.replace(settings, shard=options.shard or WHOLE)
     worker = Worker(environment=devices.environment(device if devices.gpus() else "cpu"))  # it only reads the declarations
     with worker, Check(settings, [worker], defects=()) as check:
         if isinstance(check.describe().domain, PathDomain) and not options.profile:

@@ -9,10 +9,12 @@ from oracles import PRODUCTS
 from properties.words.names import unknown
 from verify.engine.power import KILLS
 from verify.engine.profiles import PROFILES
+from verify.engine.shard import Shard
 from verify.findings.store import FOLDER
 from verify.gpu import policies
 from verify.process.choices import BACKENDS, DEVICES, TOOLS
 
+SECONDS = {"s": 1, "m": 60, "h": 3600}
 SWEEP = "sweep"
 LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
@@ -160,6 +162,22 @@ def positive_word(word: str) -> int:
     if not (word.isdecimal() and 1 <= int(word) <= 256):
         raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
     return int(word)
+
+
+def shard_word(word: str) -> Shard:
+    """Parse a shard such as "2/8"."""
+    try:
+        return Shard.parse(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def duration_word(word: str) -> float:
+    """Parse a time such as "90s", "10m" or "2h" into seconds."""
+    with contextlib.suppress(KeyError, ValueError, IndexError):
+        if 0 < (value := float(word[:-1]) * SECONDS[word[-1]]) < 1e8:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a time such as 90s, 10m or 2h, got {word!r}")
 
 
 def minutes_word(word: str) -> float:

@@ -17,10 +17,12 @@ from verify.cli.options import (
     add_known,
     add_ranks,
     add_sanitize,
+    duration_word,
     law_word,
     minutes_word,
     positive_word,
     seed_word,
+    shard_word,
     tune_word,
 )
 from verify.cli.terminal import print_error
@@ -44,6 +46,7 @@ PULLS = {
     4913: "one all-to-all for one a sequence",
     5396: "norm in the kernel",
 }
+SHARD = "run the K-th of N parts of the cases; each case is in one of them, and `gdn-verify merge` joins what --json wrote"
 CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
 ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
 
@@ -148,11 +151,13 @@ def _check(parser: argparse.ArgumentParser) -> None:
         help="draw half of the cases as variations of those with the largest errors so far, as soak does",
     )
     parser.add_argument(
-        "--minutes",
-        type=minutes_word,
-        metavar="M",
-        help="begin no case after M minutes (default: no limit); the laws that find most come first",
+        "--budget",
+        type=duration_word,
+        metavar="TIME",
+        help="begin no case after this time, such as 90s, 10m or 2h (default: no limit); the laws that find most in it come first",
     )
+    parser.add_argument("--budget-ok", action="store_true", help="do not exit with 3 for what the budget did not reach")
+    parser.add_argument("--shard", type=shard_word, metavar="K/N", help=SHARD)
     parser.add_argument(
         "--strict-reach",
         action="store_true",
@@ -175,6 +180,7 @@ def _draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=DEVICES, help="where check would run the cases (default: cuda if there is a GPU, else cpu)"
     )
+    parser.add_argument("--shard", type=shard_word, metavar="K/N", help="print the cases of the K-th of N parts, as for check")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each case: its law, its number and its line")
     parser.add_argument("--path", metavar="DIR", help="a checkout in which modules are looked for first, as for check")
 

@@ -96,6 +96,12 @@ class Check:
         if self._plan is not None:
             self._plan.close()
 
+    @property
+    def asked(self) -> list[str]:
+        """The names of the laws that the check is about."""
+        domain = self.describe().domain
+        return self.laws if self.laws is not None else book_of(domain).about(domain.operation)
+
     def describe(self) -> Described:
         """The adapter's declarations. AdapterError if the adapter cannot be loaded."""
         if self.described is None:
@@ -237,6 +243,7 @@ class Check:
             device=settings.device,
             shapes=described.compiles,
             defects=self.defects,
+            shard=settings.shard,
         )
 
     def _report_of(self, law: LawCheck, worker: Answering) -> LawReport:

@@ -22,6 +22,7 @@ from properties.words.example import Example
 from properties.words.sizes import with_drawing
 from verify.engine.compilers import Compilation, Compilers, Need
 from verify.engine.drawing import Enough, of_law
+from verify.engine.shard import WHOLE, Shard
 from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.process.messages import Compile
@@ -34,10 +35,11 @@ LONG = ("oracle", "history")  # the first has four times the cases, and a case o
 
 @dataclasses.dataclass
 class Planned:
-    """A law's examples, in order, and for each compile key and variant its compilation."""
+    """A law's examples, in order, and for each compile key and variant its compilation. `drawn`: those of other shards too."""
 
     examples: list[Example]
     compiled: dict[Any, Compilation]
+    drawn: list[Example] = dataclasses.field(default_factory=list)
 
     def wait(self, example: Example) -> None:
         """Wait until the kernels of the example are compiled, if a process compiles them."""
@@ -61,6 +63,7 @@ class Plan:
         device: str = "cuda",
         shapes: bool = False,
         defects: KnownDefects = NO_DEFECTS,
+        shard: Shard = WHOLE,
     ) -> None:
         """With `shapes`, kernels are compiled for every new shape, so that examples have few lengths too.
 
@@ -71,8 +74,8 @@ class Plan:
         palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._run_of = seed, examples_of, run_of
-        self._compilers, self._defects = compilers, defects
-        lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
+        self._compilers, self._defects, self._shard = compilers, defects, shard
+        lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device) if shard.owns(defect.run)]
         self._known = {run: compilation for run in lines if (compilation := self._prepare(run)) is not None}
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
@@ -98,19 +101,19 @@ class Plan:
         def look(example: Example) -> None:
             if self._closed.is_set():
                 raise Enough
-            planned.examples.append(example)
+            planned.drawn.append(example)
 
         try:
             of_law(law, self.domain, self._seed, self._examples_of(name), look, self.strategy)
         except Enough:
             raise concurrent.futures.CancelledError from None
+        if self.palette is not None:
+            # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose
+            # tolerances can be computed in one call are neighbours.
+            planned.drawn.sort(key=_order)
+        planned.examples += [example for example in planned.drawn if self._shard.owns(self._run_of(name, example))]
         if self.palette is None:
             return planned
-        # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose tolerances
-        # can be computed in one call are neighbours.
-        planned.examples.sort(
-            key=lambda entry: (compile_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", ""))
-        )
         first = dict[Any, Example]()
         for example in planned.examples:
             # Tensors that are far apart take gigabytes, which the checking worker needs.
@@ -155,6 +158,11 @@ def in_order(laws: Iterable[str]) -> list[str]:
     Laws that take long come next, so that no worker is left with one at the end.
     """
     return sorted(laws, key=lambda law: (law not in FORWARD, law not in LONG))
+
+
+def _order(example: Example) -> tuple[Any, ...]:
+    case = example.case
+    return compile_cost(case), str(key_of(case)), getattr(case, "scale", "")
 
 
 def _fuller(example: Example, other: Example | None) -> bool:

@@ -16,14 +16,15 @@ from properties.words.example import Example
 from verify.engine.asking import Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
-from verify.engine.drawing import batches, of_law, seeded
+from verify.engine.drawing import Look, batches, of_law, seeded
 from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.shard import WHOLE, Shard
 from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.execution.judging import faulted
 from verify.execution.line import Run
 from verify.findings.known import KnownDefects
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import policies
@@ -35,7 +36,6 @@ FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in t
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 CHANCES = 3  # fresh processes in which a failure that depends on timing may happen again
 WORST = 10  # a declaration must suit so many cases like the found one, and so many others, or it is not suggested
-ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
 
 
@@ -51,6 +51,7 @@ class Settings:
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
+    - `shard`: which lines are run; those of the other shards are drawn alone.
     - `engine_workers`, `gpu_workers`: the least number of workers on GPUs, if the check starts its own: for a serving engine, and
       for everything else.
     """
@@ -72,6 +73,7 @@ class Settings:
     known: Sequence[str] = ()
     engine_workers: int = 0
     gpu_workers: int = 0
+    shard: Shard = WHOLE
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""
@@ -125,6 +127,10 @@ class Common:
         settings = self.settings
         return Run(law, settings.adapter, example, self.products_of(example), settings.device, settings.tune)
 
+    def owns(self, law: str, example: Example) -> bool:
+        """Whether a law's example is run here, and not in another shard."""
+        return self.settings.shard.owns(self.run_of(law, example))
+
 
 class LawCheck:
     """The check of one law. One worker runs all its cases."""
@@ -133,10 +139,12 @@ class LawCheck:
         self._common, self._name, self._worker = common, name, worker
         self._done = 0
         self._scores: dict[Example, float] = {}
+        self._blind: set[Example] = set()
         self._ratios: dict[Run, float] = {}  # of the cases that hold or are broken, the largest error over its tolerance
         self._broken: tuple[Run, Outcome] | None = None
         self._marginal = False  # the first broken case was marginal, so that the law goes on to its last case
         self.waits = False  # the call failed in the first case, as it did in every case of the check so far: not explained yet
+        self._drawn: list[Example] = []  # in their order, those of other shards too
         self._faults: list[str] = []  # faults of the last cases, if gdn-verify failed in the same way each time
         settings = common.settings
         self.report = LawReport(
@@ -155,7 +163,7 @@ class LawCheck:
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
-            report.kind, report.says, report.planned = law.kind, law.says, self._common.settings.profile.examples_of(law.name)
+            report.kind, report.says, report.planned = law.kind, law.says, -(-self._examples // self._common.settings.shard.count)
         if law is None or reason:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
             return report
@@ -166,8 +174,9 @@ class LawCheck:
         report.started, report.start_s = worker.started - started, worker.start_s - start_s
         if self._broken is None:
             report.cut_short = self._common.closed and self._done < report.planned
-            planned = report.planned if report.cut_short else min(report.planned, self._done)
-            report.verdict, report.reason = overall(report.counts, report.reason, planned)
+            if not report.cut_short:
+                report.planned = min(self._examples, self._done)
+            report.verdict, report.reason = self._verdict()
             return report
         if not self._common.may_report(self._name):
             report.cut_short, report.reason = True, f"law {self._common.first[0]} was broken first"
@@ -177,6 +186,23 @@ class LawCheck:
         # A law whose worker was lost does not wait: after a hang, the first cases of all laws would take too long.
         self.waits = alone and outcome.refused and not outcome.lost and not self._common.answered.is_set()
         return report if self.waits else self.explain()
+
+    @property
+    def _examples(self) -> int:
+        """How many examples the law has, in all shards together."""
+        return self._common.settings.profile.examples_of(self._name)
+
+    def _verdict(self) -> tuple[Verdict, str]:
+        """The verdict of a law that is not broken, and the reason if it does not hold.
+
+        Whether enough cases could see is decided for all shards together, by the verb `merge`.
+        """
+        report, shard = self.report, self._common.settings.shard
+        if shard.whole:
+            return overall(report.counts, report.reason, report.planned)
+        if not report.cut_short and not set(report.counts) - {Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED}:
+            return Verdict.UNSUPPORTED, f"no case of shard {shard} could show a defect"
+        return overall(report.counts, report.reason, 0)
 
     def _tell_broken(self) -> Outcome:
         """Enter the broken run in the report, and return its outcome."""
@@ -206,6 +232,8 @@ class LawCheck:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""
         settings = self._common.settings
         for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
+            if not settings.shard.owns(defect.run):
+                continue
             if self._common.plan is not None:
                 self._await(functools.partial(self._common.plan.await_known, defect.run))
             outcome = self._ask(defect.run)
@@ -231,7 +259,8 @@ class LawCheck:
         for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
             if common.closed:
                 break
-            if run.products != common.products_of(run.example):  # the adapter declared other products then
+            # The adapter may have declared other products then.
+            if run.products != common.products_of(run.example) or not settings.shard.owns(run):
                 continue
             outcome = self._confirmed(run, self._ask(run))
             if outcome.verdict is Verdict.BROKEN:
@@ -247,7 +276,7 @@ class LawCheck:
     def _draw(self, law: Law) -> None:
         """Draw and run cases until one is clearly broken, then climb from those with the largest errors."""
         common, settings = self._common, self._common.settings
-        examples, drawn = settings.profile.examples_of(law.name), settings.drawn(law)
+        examples, drawn = self._examples, settings.drawn(law)
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
             runs = [common.run_of(law.name, example) for example in batch]
             outcomes = ask_all(runs, self._worker, common.store, common.defects)
@@ -267,27 +296,29 @@ class LawCheck:
             climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
 
     def _replace_blind(self, law: Law) -> bool:
-        """Draw other cases in place of blind ones, until enough cases could see a defect. True if the law ends with one of them.
+        """Draw other cases in place of those of the first ENOUGH that are blind. True if the law ends with one of them.
 
-        The cases have a seed of their own, so that the law's first cases do not depend on them. There are at most REPLACEMENTS
-        times as many as the profile has examples.
+        The others have a seed of their own, so that the law's first cases do not depend on them, and there are at most REPLACEMENTS
+        times as many as the profile has examples. Each of the first cases has its own, every ENOUGH-th of them: which are run is
+        the same however the check is divided into shards.
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
-        examples = common.settings.profile.examples_of(law.name)
+        if set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
+            return False
+        places = [place for place, example in enumerate(self._drawn[:ENOUGH]) if example in self._blind]
+        if not places:
+            return False
         domain = common.described.domain
         strategy = law.draw(domain) if common.plan is None else common.plan.strategy(law, common.plan.domain)
-        draw = functools.partial(seeded, strategy, mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples)
-
-        def enough() -> bool:
-            return sum(counts.get(verdict, 0) for verdict in (Verdict.HOLDS, Verdict.KNOWN)) >= min(ENOUGH, examples)
-
-        if enough() or set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
-            return False
-        for batch in batches(draw, 1):
-            run = common.run_of(law.name, batch[0])
-            if run.example not in self._scores and self._counted(run, self._ask(run)):
+        mixed = mix_words(seed, f"{law.name} in place of blind cases")
+        draw = functools.partial(seeded, strategy, mixed, REPLACEMENTS * self._examples, seen=self._drawn)
+        for number, (example,) in enumerate(batches(draw, 1)):
+            place, run = number % ENOUGH, common.run_of(law.name, example)
+            if place in places and self._counted(run, self._ask(run)):
                 return True
-            if enough():
+            if place in places and example not in self._blind:
+                places.remove(place)
+            if not places:
                 return False
         return False
 
@@ -300,16 +331,28 @@ class LawCheck:
         return [common.run_of(law.name, example) for batch in batches_of_one for example in batch]
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
-        """The law's examples, in lists of at most `most`. With a plan, each list waits until its kernels are compiled."""
+        """The law's examples in this shard, in lists of at most `most`. With a plan, a list waits for its kernels."""
         common = self._common
+        self._drawn = []
         if common.plan is None:
-            yield from batches(functools.partial(of_law, law, common.described.domain, common.settings.seed, examples), most)
+
+            def draw(look: Look) -> None:
+                of_law(law, common.described.domain, common.settings.seed, examples, functools.partial(self._own, look))
+
+            yield from batches(draw, most)
             return
         planned = common.plan.of(law.name)
+        self._drawn = planned.drawn
         for batch in of_one_key(planned.examples, most):
             for example in batch:
                 self._await(functools.partial(planned.wait, example))
             yield batch
+
+    def _own(self, look: Look, example: Example) -> None:
+        """Pass on an example of this shard. What is drawn goes on being the same: the others count as drawn."""
+        self._drawn.append(example)
+        if self._common.owns(self._name, example):
+            look(example)
 
     def _await(self, compiled: Callable[[], None]) -> None:
         """Wait for processes that compile, and note the seconds."""
@@ -319,7 +362,7 @@ class LawCheck:
 
     def _counted(self, run: Run, outcome: Outcome) -> bool:
         """Count the outcome of a run. True if no further case of the law is needed or allowed."""
-        common, examples = self._common, self._common.settings.profile.examples_of(self._name)
+        common = self._common
         if common.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
             return True
         outcome = self._confirmed(run, outcome)
@@ -332,14 +375,16 @@ class LawCheck:
         for denial in common.defects.denials(run):
             if denial.launched(outcome.tuned):
                 self.report.left_out[str(denial)] = self.report.left_out.get(str(denial), 0) + 1
-        common.on_case(self._name, self._done, max(self._done, examples))
+        common.on_case(self._name, self._done, max(self._done, self.report.planned))
+        if outcome.verdict is Verdict.BLIND:
+            self._blind.add(run.example)
         if outcome.verdict is Verdict.HOLDS:
             self._ratios[run] = self._scores[run.example]
         if outcome.verdict is Verdict.BROKEN:
             self._note(run, outcome)
         same = [fault for fault in self._faults if fault == outcome.fault]
         self._faults = [*same, outcome.fault] if outcome.fault else []
-        if len(self._faults) == FAULTS and self._done < examples:
+        if len(self._faults) == FAULTS and self._done < self.report.planned:
             self.report.reason += f"; the law ended after {FAULTS} such cases in a row"
         return self._ends(outcome) or common.closed or len(self._faults) == FAULTS
 
@@ -452,28 +497,3 @@ class LawCheck:
         )
         if common.examples is not None and stage != "found once":
             common.examples.add(run)
-
-
-def overall(counts: dict[str, int], reason: str = "", planned: int | None = None) -> tuple[Verdict, str]:
-    """The verdict of a law from its counts, and the reason if it is not HOLDS.
-
-    A law holds if no case is broken or undecided and at least ENOUGH cases, or `planned` cases if these are fewer, could see the
-    defect. `planned` is the number of cases to draw, without those in place of blind ones. By default, it is the number in
-    `counts`.
-    """
-    if counts.get(Verdict.BROKEN):
-        return Verdict.BROKEN, reason
-    if undecided := counts.get(Verdict.UNKNOWN):
-        return Verdict.UNKNOWN, f"{undecided} of {sum(counts.values())} cases undecided: {reason}"
-    holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
-    could, least = holds + counts.get(Verdict.KNOWN, 0), min(ENOUGH, drawn if planned is None else planned)
-    if holds and could >= least:
-        return Verdict.HOLDS, ""
-    if not drawn:
-        return Verdict.UNKNOWN, "no case was run"
-    if counts.get(Verdict.UNSUPPORTED) == drawn:
-        return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
-    if not holds and could:
-        return Verdict.UNKNOWN, f"all {could} cases that could see a defect show a known one; a verdict needs one that holds"
-    few = f"{could} of {drawn} cases could have shown a defect" if could < drawn else f"{drawn} cases were run"
-    return Verdict.UNKNOWN, f"only {few}; a verdict needs {least}"

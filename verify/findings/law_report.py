@@ -10,6 +10,7 @@ from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.reach import Reach
 from verify.reach import statements
 
+ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 DECIDED = (Verdict.HOLDS, Verdict.BROKEN, Verdict.KNOWN)  # outcomes of cases that looked at something
 
 
@@ -113,3 +114,28 @@ def reach_of(reports: Iterable[LawReport]) -> Reach:
     for report in reports:
         reach.add(report.reach)
     return reach
+
+
+def overall(counts: dict[str, int], reason: str = "", planned: int | None = None) -> tuple[Verdict, str]:
+    """The verdict of a law from its counts, and the reason if it is not HOLDS.
+
+    A law holds if no case is broken or undecided and at least ENOUGH cases, or `planned` cases if these are fewer, could see the
+    defect. `planned` is the number of cases to draw, without those in place of blind ones. By default, it is the number in
+    `counts`.
+    """
+    if counts.get(Verdict.BROKEN):
+        return Verdict.BROKEN, reason
+    if undecided := counts.get(Verdict.UNKNOWN):
+        return Verdict.UNKNOWN, f"{undecided} of {sum(counts.values())} cases undecided: {reason}"
+    holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
+    could, least = holds + counts.get(Verdict.KNOWN, 0), min(ENOUGH, drawn if planned is None else planned)
+    if holds and could >= least:
+        return Verdict.HOLDS, ""
+    if not drawn:
+        return Verdict.UNKNOWN, "no case was run"
+    if counts.get(Verdict.UNSUPPORTED) == drawn:
+        return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
+    if not holds and could:
+        return Verdict.UNKNOWN, f"all {could} cases that could see a defect show a known one; a verdict needs one that holds"
+    few = f"{could} of {drawn} cases could have shown a defect" if could < drawn else f"{drawn} cases were run"
+    return Verdict.UNKNOWN, f"only {few}; a verdict needs {least}"
