@@ -43,13 +43,13 @@ from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
+from verify.findings.records.record import End, Head, end_line, head_line, law_line
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
 from verify.ranks.group import Group
 from verify.ranks.torchrun import follow, launched
 from verify.reach import report as reach_report
-from verify.record.record import End, Head, end_line, head_line, law_line
 
 
 def check(options: argparse.Namespace) -> int:
