@@ -33,6 +33,7 @@ from verify.cli.hosts import (
 )
 from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
+from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
 from verify.cli.terminal import print_line, width_of
 from verify.engine.check import Check
@@ -43,7 +44,7 @@ from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
-from verify.findings.records.record import End, Head, end_line, head_line, law_line
+from verify.findings.records.record import End, Head, Record, end_line, head_line, law_line
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
@@ -55,6 +56,7 @@ from verify.reach import report as reach_report
 def check(options: argparse.Namespace) -> int:
     """Check an adapter and print a line for each law. Returns the exit code."""
     spec, laws = options.adapter, chosen_laws(options)
+    check_outputs(options)
     check_installed(spec)
     known.of(spec, options.known)
     if options.strict_reach and options.tune == SWEEP:
@@ -107,7 +109,7 @@ def check(options: argparse.Namespace) -> int:
     # later checks, so no examples are read or kept.
     examples = None if sanitizer else examples
     start, workers = time.monotonic(), workers_of(options, launch, device, sanitizer)
-    told = _Told()
+    told, written = _Told(), True
     checking = Check(settings, workers, store, examples=examples)
     with (
         sanitizer or contextlib.nullcontext(),
@@ -132,8 +134,10 @@ def check(options: argparse.Namespace) -> int:
         if code == UNDECIDED and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
             print_line("undecided because of --strict-reach: something was not looked at", out)
         if checking.described is not None:
-            lines(end_line(told.end(code, time.monotonic() - start, checking)))
-        return lines.code(code)
+            end = told.end(code, time.monotonic() - start, checking)
+            lines(end_line(end))
+            written = write_outputs(options, [Record(_head(checking), [*checking.reports, *checking.unfinished], end)])
+        return lines.code(code if written or code != HOLDS else UNDECIDED)
 
 
 def _code(options: argparse.Namespace, checking: Check, told: "_Told") -> int:

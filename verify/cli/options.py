@@ -59,6 +59,10 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     )
 
 
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
+
+
 def add_sanitize(parser: argparse.ArgumentParser) -> None:
     """Add the option for a sanitizer."""
     parser.add_argument(

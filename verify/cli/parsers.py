@@ -15,6 +15,7 @@ from verify.cli.options import (
     add_asking,
     add_common,
     add_known,
+    add_outputs,
     add_ranks,
     add_sanitize,
     duration_word,
@@ -163,6 +164,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
     )
+    add_outputs(parser)
     add_ranks(parser)
     add_sanitize(parser)
     add_common(parser)
