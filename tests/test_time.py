@@ -62,7 +62,7 @@ def check(*words: str) -> int:
 
 
 def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check("--law", "oracle", "--minutes", "0.2") == exits.HOLDS
+    assert check("--law", "oracle", "--budget", "12s", "--budget-ok") == exits.HOLDS
     out = capsys.readouterr().out
     assert "cut short   oracle      12 of 24 cases, worst 0.50 o\n" in out
     assert "not run" not in out
@@ -70,14 +70,19 @@ def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest
     assert len(slow.asked) == 12
 
 
+def test_what_a_budget_did_not_reach_is_undecided_unless_that_is_said_to_be_right(slow: Slow) -> None:
+    assert check("--law", "oracle", "--budget", "12s") == exits.UNDECIDED
+    assert check("--budget", "1m", "--budget-ok") == exits.HOLDS
+
+
 def test_a_law_of_which_few_cases_were_run_is_undecided(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check("--law", "oracle", "--minutes", "0.05") == exits.UNDECIDED
+    assert check("--law", "oracle", "--budget", "3s", "--budget-ok") == exits.UNDECIDED
     assert "cut short   oracle       3 of 24 cases, worst 0.50 o: only 3 cases were run; a verdict needs" in capsys.readouterr().out
 
 
 def test_laws_that_did_not_run_are_named_and_the_most_powerful_came_first(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     laws = by_power(BOOKS[0], BOOKS[0].about("gated_delta_rule"))
-    assert check("--minutes", "1") == exits.UNDECIDED
+    assert check("--budget", "1m") == exits.UNDECIDED
     out, runs = capsys.readouterr().out, [line.split()[0].removeprefix("law=") for line in slow.asked]
     begun = list(dict.fromkeys(runs))
     assert len(runs) == 60
@@ -92,7 +97,7 @@ def test_laws_that_did_not_run_are_named_and_the_most_powerful_came_first(slow: 
 
 def test_a_broken_law_counts_more_than_laws_that_did_not_run(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     slow.ratio = lambda run: 2.0
-    assert check("--minutes", "0.02") == exits.BROKEN
+    assert check("--budget", "1.2s") == exits.BROKEN
     assert "not run, because the time was up" in capsys.readouterr().out
 
 
@@ -106,16 +111,16 @@ def test_illegal_input_is_printed_in_full_or_not_at_all(
     assert "illegal input, reported and not judged:" in whole
     assert slow.tried > 2
     slow.now, tried = 0.0, slow.tried
-    assert check("--minutes", str((enough - 1.5) / 60)) == exits.HOLDS, "every law ran"
+    assert check("--budget", f"{enough - 1.5}s") == exits.HOLDS, "every law ran"
     out = capsys.readouterr().out
     assert slow.tried == 2 * tried - 1
     assert "reported and not judged" not in out
     assert "illegal input: not tried in full, because the time was up" in out
 
 
-def test_minutes_are_not_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check("--minutes", "1", "--tune", "sweep") == exits.USAGE
-    assert "--minutes must be left out with --tune sweep" in capsys.readouterr().err
+def test_a_budget_is_not_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--budget", "1m", "--tune", "sweep") == exits.USAGE
+    assert "--budget must be left out with --tune sweep" in capsys.readouterr().err
 
 
 def test_a_law_whose_cases_were_all_run_is_not_cut_short(slow: Slow) -> None:

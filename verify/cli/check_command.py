@@ -187,8 +187,8 @@ def _run(
     if options.law:
         return
     seen = coverage.counted(checking.cases)
-    gaps = coverage.missed(seen, described.domain, checking.cases[:200]) if settings.shard.whole else []
-    told.regimes = coverage.lines(seen, gaps)
+    told.gaps = coverage.missed(seen, described.domain, checking.cases[:200])
+    told.regimes = coverage.lines(seen, told.gaps)
     print_line("\n".join(["cases by regime:", *told.regimes]), out)
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped:
@@ -200,6 +200,7 @@ class _Told:
     """What a check printed beside the reports of its laws."""
 
     interrupted: bool = False
+    gaps: list[str] = dataclasses.field(default_factory=list)
     regimes: list[str] = dataclasses.field(default_factory=list)
     refusals: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     looked_at: list[str] = dataclasses.field(default_factory=list)
@@ -228,6 +229,7 @@ def _head(checking: Check) -> Head:
         under=settings.under,
         shard=(settings.shard.number, settings.shard.count),
         declares=described.lines(),
+        omits=described.omits,
     )
 
 
@@ -287,9 +289,7 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[s
         if isinstance(worker, Group) and not worker.alive:
             ended.append(name)
     if did:
-        print_line("illegal input, reported and not judged:", out)
-    for answer, names in did.items():
-        print_line(f"  {answer}: {'; '.join(names)}", out)
+        print_line("\n".join(text.refusal_lines(did)), out)
     if ended:
         print_line(f"  the ranks were ended after: {'; '.join(ended)} (each later call had new ranks; the laws ran before)", out)
     return did
@@ -318,15 +318,12 @@ def _summary(checking: Check, wall_s: float) -> str:
     """One line: how many laws have each verdict, and the cases and seconds, also those of laws that were not finished."""
     reports, laws, store = checking.reports, checking.laws or [], checking.store
     every = [*reports, *checking.unfinished]
-    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     cases = sum(sum(report.counts.values()) for report in every)
-    parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
     missing = len(laws) - len(reports)
-    if missing:
-        parts.append(f"{missing} not finished")
+    parts = [*([text.verdict_counts(reports)] if reports else []), *([f"{missing} not finished"] if missing else [])]
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
     processes = sum(getattr(worker, "size", 1) for worker in checking.workers[: max(1, len(laws))])  # a group of ranks has a size
     line += f" {text.times(every, processes)}"
-    if counts[Verdict.BROKEN] and not store.trouble:
+    if any(report.verdict is Verdict.BROKEN for report in reports) and not store.trouble:
         line += f"; findings are in {store.folder}/findings.jsonl"
     return line

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
-        required=True, metavar="{list,check,draw,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb"
+        required=True, metavar="{list,check,merge,draw,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb"
     )
 
     def verb(name: str, act: str, words: str) -> argparse.ArgumentParser:
@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     listing = verb("list", "list_command:list_all", "print operations, laws, adapters, and what this host can run")
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _check(verb("check", "check_command:check", "check an adapter against the laws"))
+    _merge(verb("merge", "merge_command:act", "join the records of a check's shards into one verdict"))
     _draw(verb("draw", "draw_command:draw", "print the lines of the cases that check would run"))
     _soak(verb("soak", "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over"))
     _repeat(verb("repeat", "repeat_command:repeat", "run one printed line again"))
@@ -169,6 +170,14 @@ def _check(parser: argparse.ArgumentParser) -> None:
     add_sanitize(parser)
     add_common(parser)
     add_known(parser)
+
+
+def _merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("record", nargs="+", metavar="FILE", help="what `check --shard K/N --json FILE` wrote")
+    parser.add_argument("--json", metavar="FILE", help="also write the record of the whole check to FILE (-: to stdout)")
+    parser.add_argument("--budget-ok", action="store_true", help="do not exit with 3 for what the shards' budgets did not reach")
+    parser.add_argument("--strict-reach", action="store_true", help="as for check; it counts what any shard passed or ran")
+    add_outputs(parser)
 
 
 def _draw(parser: argparse.ArgumentParser) -> None:

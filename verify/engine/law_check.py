@@ -175,7 +175,8 @@ class LawCheck:
         if self._broken is None:
             report.cut_short = self._common.closed and self._done < report.planned
             if not report.cut_short:
-                report.planned = min(self._examples, self._done)
+                own = sum(self._common.owns(self._name, example) for example in self._drawn)
+                report.planned = min(own, self._done)
             report.verdict, report.reason = self._verdict()
             return report
         if not self._common.may_report(self._name):

@@ -92,7 +92,7 @@ class Symptoms:
 
 def symptoms(report: LawReport) -> Symptoms:
     """The symptoms of a broken law, from its report."""
-    case = Run.parse(report.run).example.case
+    case = Run.parse(report.run, here=False).example.case
     holds = _changes(report.neighbours)
     return Symptoms(
         report.law,

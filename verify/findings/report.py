@@ -3,7 +3,7 @@
 import collections
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport
@@ -190,6 +190,18 @@ def times(reports: Iterable[LawReport], processes: int) -> str:
     parts += [f"started {started} worker{'s' if started != 1 else ''}, {start:.0f} s"] if start >= 1 else []
     parts += [f"shrinking {shrink:.0f} s"] if shrink >= 1 else []
     return f"({', '.join(parts)})"
+
+
+def verdict_counts(reports: Iterable[LawReport]) -> str:
+    """How many laws have each verdict: "19 holds, 1 unsupported"."""
+    counts = collections.Counter(report.verdict for report in reports)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
+
+
+def refusal_lines(refusals: Mapping[str, Sequence[str]]) -> list[str]:
+    """What an adapter did with illegal input, a line for each thing that it did. None if no illegal input was tried."""
+    lines = [f"  {answer}: {'; '.join(names)}" for answer, names in refusals.items()]
+    return ["illegal input, reported and not judged:", *lines] if lines else []
 
 
 COLUMNS = ("cases", "holds", "blind", "broken", "unknown")

@@ -30,6 +30,7 @@ class Head:
     - `shard`: the number of the shard and how many there are, such as (2, 8); (1, 1) is the whole check
     - `under`: options that `repeat` needs besides a line, such as "--ranks 2"
     - `declares`: lines about what the adapter declares
+    - `omits`: parameters and functions that the adapter leaves out, each with the reason
     """
 
     adapter: str
@@ -44,6 +45,7 @@ class Head:
     under: str = ""
     shard: tuple[int, int] = (1, 1)
     declares: list[str] = dataclasses.field(default_factory=list)
+    omits: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class End:
     - `exit_code`: of the command, for this check alone
     - `not_run`: the laws of which no case was run
     - `refusals`: for each thing that the adapter did with illegal input, the inputs in words
+    - `gaps`: the regimes, as `name=value`, that no case had although the domain allows them
     - `regimes`, `looked_at`, `left_out`, `causes`: the lines that the check printed about these
     - `reach`: what all decided cases looked at
     """
@@ -62,6 +65,7 @@ class End:
     interrupted: bool = False
     not_run: list[str] = dataclasses.field(default_factory=list)
     refusals: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    gaps: list[str] = dataclasses.field(default_factory=list)
     regimes: list[str] = dataclasses.field(default_factory=list)
     looked_at: list[str] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
@@ -89,6 +93,11 @@ class Record:
         """The number of cases that were run."""
         return sum(sum(report.counts.values()) for report in self.reports)
 
+    def ended(self, exit_code: int) -> "Record":
+        """The same record, whose check has this exit code."""
+        assert self.end is not None
+        return dataclasses.replace(self, end=dataclasses.replace(self.end, exit_code=exit_code))
+
 
 def head_line(head: Head) -> dict[str, Any]:
     """The object of a check's beginning."""
@@ -104,6 +113,12 @@ def end_line(end: End) -> dict[str, Any]:
     """The object of a check's end."""
     data = dataclasses.asdict(dataclasses.replace(end, reach=Reach()))
     return {"schema": SCHEMA, "record": END, **data, "reach": end.reach.to_json()}
+
+
+def lines_of(record: Record) -> list[dict[str, Any]]:
+    """The objects of a record, in their order."""
+    end = [] if record.end is None else [end_line(record.end)]
+    return [head_line(record.head), *map(law_line, record.reports), *end]
 
 
 def read(place: str) -> list[Record]:

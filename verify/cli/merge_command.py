@@ -1,0 +1,66 @@
+"""The verb `merge`: the shards of a check as one verdict."""
+
+import argparse
+import sys
+from typing import TextIO
+
+from verify.cli.exits import HOLDS, UNDECIDED, exit_code
+from verify.cli.output import JsonLines
+from verify.cli.outputs import check_outputs, write_outputs
+from verify.cli.terminal import print_line, width_of
+from verify.findings import report as text
+from verify.findings.records.merging import Merged, merged
+from verify.findings.records.record import Record, lines_of, read
+from verify.process.outcome import Verdict
+from verify.reach import report as reach_report
+
+
+def act(options: argparse.Namespace) -> int:
+    """Merge the records, print what the whole check would have printed, and return the exit code that it would have had."""
+    check_outputs(options)
+    checks = merged((place, record) for place in options.record for record in read(place))
+    out = sys.stderr if options.json == "-" else sys.stdout
+    codes, records = list[int](), list[Record]()
+    with JsonLines(options.json) as lines:
+        for check in checks:
+            code = _code(options, check)
+            record = check.record.ended(code)
+            _print(check, len(options.record), code, out)
+            for line in lines_of(record):
+                lines(line)
+            codes.append(code)
+            records.append(record)
+        written = write_outputs(options, records)
+        worst = max(codes, key=lambda code: (code == 1, code))
+        return lines.code(worst if written or worst != HOLDS else UNDECIDED)
+
+
+def _code(options: argparse.Namespace, check: Merged) -> int:
+    """The exit code of one check."""
+    end, reports = check.record.end, check.record.reports
+    assert end is not None
+    missed = bool(end.not_run) or any(report.cut_short for report in reports)
+    code = exit_code(reports, all_asked=not check.lacks and (options.budget_ok or not missed))
+    gaps = options.strict_reach and reach_report.gaps_of(end.reach, check.record.head.omits)
+    return UNDECIDED if code == HOLDS and gaps else code
+
+
+def _print(check: Merged, files: int, code: int, out: TextIO) -> None:
+    record = check.record
+    head, end = record.head, record.end
+    assert end is not None
+    print_line(f"{head.adapter}  {head.versions}  profile {head.profile}, seed {head.seed}, merged from {files} records", out)
+    print_line("\n".join(head.declares), out)
+    for report in record.reports:
+        told = text.failure(report, width_of(out, text.WIDTH)) if report.verdict is Verdict.BROKEN else text.law_line(report)
+        print_line("\n  ".join(filter(None, [told, *report.known])), out)
+    regimes = ["cases by regime:", *end.regimes] if end.regimes else []
+    for part in (regimes, text.refusal_lines(end.refusals), end.looked_at, end.left_out, end.causes, check.lacks):
+        if part:
+            print_line("\n".join(part), out)
+    if end.not_run:
+        print_line(f"not run: {', '.join(end.not_run)}", out)
+    verdicts = text.verdict_counts(record.reports)
+    print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
+    if code == UNDECIDED and not check.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:
+        print_line("undecided: not all that was asked for was run or looked at", out)
