@@ -70,6 +70,14 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> Said:
     return Said(code, *capfd.readouterr())
 
 
+def laws(text: str) -> list[Any]:
+    """The laws of a record, which begins with the check and ends with its end."""
+    first, *laws, last = map(strict, text.splitlines())
+    assert (first["record"], last["record"]) == ("check", "end")
+    assert {law["record"] for law in laws} <= {"law"}
+    return laws
+
+
 def strict(text: str) -> Any:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -146,7 +154,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
     (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
     (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
-    ((), ("list,check,draw,repeat",)),
+    ((), ("list,check,merge,draw,repeat",)),
 ]
 
 
@@ -278,7 +286,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     assert "BROKEN   pure" in result.err
     assert "versions" in result.err
     assert "findings are in .gdn-verify/findings.jsonl" in result.err
-    data = strict(result.out)
+    (data,) = laws(result.out)
     assert (data["law"], data["verdict"], data["seed"]) == ("pure", "broken", 7)
     assert f'gdn-verify repeat "{data["run"]}"' in result.err
     findings = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
@@ -296,7 +304,7 @@ def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path, capfd: pytest.Captur
     file = tmp_path / "out.jsonl"
     done = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", str(file))
     assert done.code == exits.BROKEN
-    lines = [strict(line) for line in file.read_text().splitlines()]
+    lines = laws(file.read_text())
     assert {data["law"] for data in lines} == {"pure", "recall"}
     assert all(f'repeat "{data["run"]}"' in done.out for data in lines)
 
@@ -360,7 +368,7 @@ def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str],
     )
     result = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
     assert result.code == exits.HOLDS
-    assert [strict(line)["verdict"] for line in result.out.splitlines()] == ["holds"]
+    assert [law["verdict"] for law in laws(result.out)] == ["holds"]
     assert "oops" not in result.err
     assert "noise" not in result.err
 

@@ -388,7 +388,8 @@ def test_every_law_holds_and_strict_reach_tells_what_was_not_looked_at(
     assert "HOLDS oracle" in text
     assert gap in text
     assert ("--strict-reach" in text) is bool(gap)
-    (law,) = [json.loads(line) for line in place.read_text().splitlines()]
+    _, law, end = map(json.loads, place.read_text().splitlines())
+    assert end["exit_code"] == (3 if gap else 0)
     assert law["reach"]["sizes"]["sequence"] >= 1
     assert [*law["reach"]["functions"]] == functions
 
