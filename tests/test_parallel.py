@@ -42,7 +42,7 @@ def test_check_holds(check: str, packing: Packing) -> None:
 
 
 @pytest.mark.slow
-@for_each("cp", range(1, 65))
+@for_each("cp", (*range(1, 17), 24, 31, 32, 64))
 def test_layouts_and_both_forms_are_right_on_every_number_of_ranks(cp: int) -> None:
     packing = Packing((2 * cp, 0, 4 * cp), cp, (cp, 2 * cp))
     for check in ("tokens", "features", "shared out", "refusal"):
