@@ -16,7 +16,7 @@ from verify.cli.main import main
 from verify.engine import law_check
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
-from verify.engine.power import KILLS, by_power
+from verify.engine.power import KILLS, SECONDS, by_power
 from verify.engine.profiles import PROFILES, Profile
 from verify.findings import report as text
 from verify.findings.law_report import ENOUGH, LawReport, overall
@@ -160,3 +160,11 @@ def test_the_power_of_every_law_is_on_record(book: Book) -> None:
     order = by_power(book, ["unheard of", *book.laws])
     assert order[-1] == "unheard of"
     assert KILLS[book.name][order[0]] == max(KILLS[book.name].values()) > 0
+
+
+def test_of_two_laws_that_find_as_much_the_quicker_one_comes_first() -> None:
+    rules = BOOKS[0]
+    assert KILLS[rules.name]["strides"] == KILLS[rules.name]["batch"]
+    order = by_power(rules, rules.laws)
+    assert order.index("strides") < order.index("batch")
+    assert {*SECONDS} <= {law for book in BOOKS for law in book.laws}

@@ -46,10 +46,7 @@ def gaps_of(reach: Reach, omits: Mapping[str, str]) -> list[str]:
         if names := [name for name, values in parameters.items() if not values.passed and name not in omits]:
             of = f" to {function.rpartition(':')[2]}" if len(reach.functions) > 1 else ""
             gaps.append(f"never passed{of} except at the default: {', '.join(names)}")
-    gaps += _branches(reach, omits)
-    if lines := _statements(reach, omits):
-        more = f" and {len(lines) - MOST_KERNELS} more functions (--json lists them)" if len(lines) > MOST_KERNELS else ""
-        gaps.append(f"Python that never ran: {', '.join(lines[:MOST_KERNELS])}{more}")
+    gaps += [*_branches(reach, omits), *_never_ran(reach, omits)]
     if reach.unrecorded and reach.unrecorded != ON_A_GPU:
         gaps.append(f"{UNRECORDED}: {reach.unrecorded}")
     return [*gaps, *([FULL] if reach.full else [])]
@@ -64,6 +61,13 @@ def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     return gaps
 
 
+def _never_ran(reach: Reach, omits: Mapping[str, str]) -> list[str]:
+    """The gap about lines of Python, if there is one."""
+    lines = _statements(reach, omits)
+    more = f" and {len(lines) - MOST_KERNELS} more functions (--json lists them)" if len(lines) > MOST_KERNELS else ""
+    return [f"Python that never ran: {', '.join(lines[:MOST_KERNELS])}{more}"] if lines else []
+
+
 def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     return [str(found) for found in statements.statements(reach.lines) if not found.complete and found.function not in omits]
 
@@ -71,18 +75,20 @@ def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
 def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, width: int = WIDTH) -> list[str]:
     """The lines about a whole check, of at most `width` columns; none if no case was decided.
 
-    With `parameters` each parameter and its values are listed.
+    Python that never ran comes first, because a defect there cannot show. With `parameters` each parameter and its values are listed.
     """
     if not reach:
         return []
-    lines = _wrapped("looked at      at most ", looked_at(reach), width)
+    never_ran = _never_ran(reach, omits)
+    lines = [line for gap in never_ran for line in _wrapped("never ran      ", gap.replace(" that never ran:", ":", 1), width)]
+    lines += _wrapped("looked at      at most ", looked_at(reach), width)
     constant = [f"{name} always {_words(values)}" for name, values in _parameters(reach) if _is_constant(values)]
     if parameters:
         for function, values_of in reach.functions.items():
             lines.append(f"parameters     of {function}")
             for words, names in _by_words(values_of).items():
                 lines += _wrapped(f"  {', '.join(names)}: ", words, width)
-    gaps = not_looked_at(reach, omits)
+    gaps = [gap for gap in not_looked_at(reach, omits) if gap not in never_ran]
     if hidden := _branches(reach, omits)[MOST_KERNELS:]:
         gaps = [gap for gap in gaps if gap not in hidden]
         gaps.append(f"branches of {len(hidden)} more kernels never ran (--json lists them)")
