@@ -75,7 +75,8 @@ def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
 def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, width: int = WIDTH) -> list[str]:
     """The lines about a whole check, of at most `width` columns; none if no case was decided.
 
-    Python that never ran comes first, because a defect there cannot show. With `parameters` each parameter and its values are listed.
+    Python that never ran comes first, because a defect there cannot show. With `parameters` each parameter and its values are
+    listed.
     """
     if not reach:
         return []
