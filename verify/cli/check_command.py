@@ -9,14 +9,14 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from properties.books import book_of
 from properties.paths.domain import PathDomain
 from verify import __version__
-from verify.adapters.registry import PATHS
-from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
+from verify.adapters.registry import PATHS, AdapterError
+from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED, USAGE, exit_code
 from verify.cli.hosts import (
     backend_of,
     check_installed,
@@ -35,109 +35,189 @@ from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
-from verify.cli.terminal import print_line, width_of
+from verify.cli.terminal import print_error, print_line, width_of
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
-from verify.engine.profiles import PROFILES
+from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
 from verify.findings.records.record import End, Head, Record, end_line, head_line, law_line
+from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
 from verify.ranks.group import Group
-from verify.ranks.torchrun import follow, launched
+from verify.ranks.torchrun import Launch, follow, launched
 from verify.reach import report as reach_report
+
+WORST = (INTERRUPTED, BROKEN, USAGE, UNDECIDED)  # of several adapters the first of these exit codes is that of the command
+IN_WORDS = {
+    BROKEN: "broken",
+    USAGE: "could not be checked",
+    UNDECIDED: "undecided",
+    INTERRUPTED: "interrupted",
+    None: "not run",
+    HOLDS: "hold",
+}
 
 
 def check(options: argparse.Namespace) -> int:
-    """Check an adapter and print a line for each law. Returns the exit code."""
-    spec, laws = options.adapter, chosen_laws(options)
+    """Check adapters, one after the other, and print a line for each law. Returns the exit code."""
+    specs, several, codes = options.adapters, len(options.adapters) > 1, dict[str, int]()
     check_outputs(options)
-    check_installed(spec)
-    known.of(spec, options.known)
+    launch = launched()
+    if several and (launch is not None or options.tune == SWEEP):
+        one = "torchrun" if launch is not None else "--tune sweep"
+        raise ValueError(f"{one} is for one adapter: name one of {', '.join(specs)}")
+    for spec in specs:
+        with _answering_for(spec, codes) if several else contextlib.nullcontext():
+            check_installed(spec)
+        known.of(spec, options.known)
+    backend = _refuse_combinations(options, launch)
+    if launch is not None and launch.rank:
+        return follow(launch, backend)
+    read_deny_list(options.deny, new=options.tune == SWEEP)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    if options.tune == SWEEP:
+        device, profile = _place_and_profile(options, backend, None)
+        return sweep(options, specs[0], device, _seed(options, profile), stored(options, out)[0], out)
+    records, start = list[Record](), time.monotonic()
+    left = [spec for spec in specs if spec not in codes]
+    with contextlib.ExitStack() as opened:
+        lines = opened.enter_context(JsonLines(options.json if several else None))
+        for number, spec in enumerate(left):
+            now = time.monotonic()
+            until = math.inf if options.budget is None else now + max(0.0, start + options.budget - now) / (len(left) - number)
+            with _answering_for(spec, codes) if several else contextlib.nullcontext():
+                command = _Command(options, spec, launch, backend, until, out)
+                if not several:
+                    lines = opened.enter_context(JsonLines(options.json))  # after everything that may refuse the command
+                codes[spec] = command.run(lines, records)
+            if codes[spec] == INTERRUPTED or (options.stop and codes[spec] == BROKEN):
+                break
+        written = write_outputs(options, records) if records else True
+        if several:
+            print_line(_told_of(specs, codes), out)
+        code = next((code for code in WORST if code in codes.values()), HOLDS)
+        return lines.code(code if written or code != HOLDS else UNDECIDED)
+
+
+@contextlib.contextmanager
+def _answering_for(spec: str, codes: dict[str, int]) -> Iterator[None]:
+    """Tell why one of several adapters cannot be checked, and enter its exit code. The others are checked."""
+    try:
+        yield
+    except (AdapterError, ValueError) as error:
+        codes[spec] = USAGE
+        print_error(str(error))
+    except (NoGpu, NoInterpreter, NoSanitizer) as error:
+        codes[spec] = UNDECIDED
+        print_error(f"{spec}: {error}")
+    except KeyboardInterrupt:
+        codes[spec] = INTERRUPTED
+
+
+def _told_of(specs: Sequence[str], codes: Mapping[str, int]) -> str:
+    """A line about several adapters, those that were not checked too."""
+    told = {words: [spec for spec in specs if codes.get(spec) == code] for code, words in IN_WORDS.items()}
+    parts = [f"{words}: {', '.join(named)}" for words, named in told.items() if named]
+    return f"adapters       {'; '.join(parts)}"
+
+
+def _refuse_combinations(options: argparse.Namespace, launch: Launch | None) -> str:
+    """Refuse options that exclude each other. Returns the backend of ranks, or "" without ranks."""
     if options.strict_reach and options.tune == SWEEP:
         raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
-    launch = launched()
     for option in ("budget", "shard") if options.tune == SWEEP else ():
         if getattr(options, option) is not None:
             raise ValueError(f"--{option} must be left out with --tune sweep, which runs every configuration")
-    shard = options.shard or WHOLE
-    if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
+    paths = any(spec in PATHS for spec in options.adapters)
+    if options.sanitize and (paths or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
             "--sanitize is for one process on a GPU: it excludes parallel paths, --ranks, torchrun, --tune sweep and --device cpu"
         )
     ranks = launch.local_size if launch else options.ranks
-    backend = backend_of(options, ranks, options.device) if ranks else ""
-    if launch is not None and launch.rank:
-        return follow(launch, backend)
-    sanitizer = sanitizer_of(options)
+    return backend_of(options, ranks, options.device) if ranks else ""
+
+
+def _place_and_profile(options: argparse.Namespace, backend: str, sanitizer: Sanitizer | None) -> tuple[str, Profile]:
+    """The device on which kernels run, and the profile of the cases."""
     device = {"nccl": "cuda", "gloo": "cpu"}[backend] if backend else device_of("cuda" if sanitizer else options.device)
-    profile = PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
-    if not shard.whole and (options.climb or profile.climbs or options.strict_reach):
-        what = "--strict-reach, which merge decides" if options.strict_reach else "cases that follow from the errors of others"
-        raise ValueError(f"--shard {shard} excludes {what}")
-    read_deny_list(options.deny, new=options.tune == SWEEP)
-    seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
-    out = sys.stderr if options.json == "-" else sys.stdout
-    store, examples = stored(options, out)
-    if options.tune == SWEEP:
-        return sweep(options, spec, device, seed, store, out)
-    settings = Settings(
-        spec,
-        laws,
-        profile,
-        seed,
-        device=device,
-        tune=options.tune or (str(seed) if device == "cuda" else ""),
-        products=options.products,
-        climbs=options.climb or None,
-        stop_at_first=options.stop,
-        deadline_s=deadline_of(options),
-        compilers=0 if ranks or spec in PATHS else compilers_of(device),
-        known=options.known,
-        until=math.inf if options.budget is None else time.monotonic() + options.budget,
-        shard=shard,
-        engine_workers=engine_workers_of(options),
-        gpu_workers=gpu_workers_of(options),
-        under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
-    )
-    # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
-    # later checks, so no examples are read or kept.
-    examples = None if sanitizer else examples
-    start, workers = time.monotonic(), workers_of(options, launch, device, sanitizer)
-    told, written = _Told(), True
-    checking = Check(settings, workers, store, examples=examples)
-    with (
-        sanitizer or contextlib.nullcontext(),
-        ended(workers),
-        JsonLines(options.json) as lines,
-        progress() as on_case,
-        checking,
-    ):
-        checking.on_case = on_case
-        checking.on_report = functools.partial(_print_report, out, lines, on_case)
-        try:
-            _run(options, checking, sanitizer, out, lines, told)
-        except KeyboardInterrupt:
-            told.interrupted = True
-            checking.stop()
-        for report in checking.unfinished:
-            if report.counts and not options.stop:
-                checking.on_report(report)
-        print_troubles(store, examples)
-        _print_end(checking, time.monotonic() - start, out, told)
-        code = _code(options, checking, told)
-        if code == UNDECIDED and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
-            print_line("undecided because of --strict-reach: something was not looked at", out)
-        if checking.described is not None:
-            end = told.end(code, time.monotonic() - start, checking)
-            lines(end_line(end))
-            written = write_outputs(options, [Record(_head(checking), [*checking.reports, *checking.unfinished], end)])
-        return lines.code(code if written or code != HOLDS else UNDECIDED)
+    return device, PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
+
+
+def _seed(options: argparse.Namespace, profile: Profile) -> int:
+    if options.seed is not None:
+        return int(options.seed)
+    return 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
+
+
+class _Command:
+    """The check of one adapter, as the options want it. What they may not want is refused before any work."""
+
+    def __init__(
+        self, options: argparse.Namespace, spec: str, launch: Launch | None, backend: str, until: float, out: TextIO
+    ) -> None:
+        sanitizer = sanitizer_of(options)
+        device, profile = _place_and_profile(options, backend, sanitizer)
+        shard, ranks = options.shard or WHOLE, launch.local_size if launch else options.ranks
+        if not shard.whole and (options.climb or profile.climbs or options.strict_reach):
+            what = "--strict-reach, which merge decides" if options.strict_reach else "cases that follow from the errors of others"
+            raise ValueError(f"--shard {shard} excludes {what}")
+        self._options, self._out, self._sanitizer, self._launch, seed = options, out, sanitizer, launch, _seed(options, profile)
+        self._store, examples = stored(options, out)
+        # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
+        # later checks, so no examples are read or kept.
+        self._examples = None if sanitizer else examples
+        self._settings = Settings(
+            spec,
+            chosen_laws(options),
+            profile,
+            seed,
+            device=device,
+            tune=options.tune or (str(seed) if device == "cuda" else ""),
+            products=options.products,
+            climbs=options.climb or None,
+            stop_at_first=options.stop,
+            deadline_s=deadline_of(options),
+            compilers=0 if ranks or spec in PATHS else compilers_of(device),
+            known=options.known,
+            until=until,
+            shard=shard,
+            engine_workers=engine_workers_of(options),
+            gpu_workers=gpu_workers_of(options),
+            under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
+        )
+
+    def run(self, lines: JsonLines, records: list[Record]) -> int:
+        """Run the check, and add its record to the others. Returns the exit code."""
+        options, out, sanitizer, told = self._options, self._out, self._sanitizer, _Told()
+        start, workers = time.monotonic(), workers_of(options, self._launch, self._settings.device, sanitizer)
+        checking = Check(self._settings, workers, self._store, examples=self._examples)
+        with sanitizer or contextlib.nullcontext(), ended(workers), progress() as on_case, checking:
+            checking.on_case = on_case
+            checking.on_report = functools.partial(_print_report, out, lines, on_case)
+            try:
+                _run(options, checking, sanitizer, out, lines, told)
+            except KeyboardInterrupt:
+                told.interrupted = True
+                checking.stop()
+            for report in checking.unfinished:
+                if report.counts and not options.stop:
+                    checking.on_report(report)
+            print_troubles(self._store, self._examples)
+            _print_end(checking, time.monotonic() - start, out, told)
+            code = _code(options, checking, told)
+            if code == UNDECIDED and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
+                print_line("undecided because of --strict-reach: something was not looked at", out)
+            if checking.described is not None:
+                end = told.end(code, time.monotonic() - start, checking)
+                lines(end_line(end))
+                records.append(Record(_head(checking), [*checking.reports, *checking.unfinished], end))
+        return code
 
 
 def _code(options: argparse.Namespace, checking: Check, told: "_Told") -> int:
@@ -177,7 +257,8 @@ def _run(
     where += "" if settings.shard.whole else f", shard {settings.shard}"
     lines(head_line(_head(checking)))
     print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
-    print_line("\n".join([*described.lines(), *_files_of(checking.defects)]), out)
+    from_file = [f"  settings     {options.settings}"] if options.settings else []
+    print_line("\n".join([*described.lines(), *from_file, *_files_of(checking.defects)]), out)
     if warning := checking.warning():
         print_line(f"gdn-verify: {warning}", sys.stderr)
     try:

@@ -21,12 +21,22 @@ from verify.process.worker import Worker
 
 def draw(options: argparse.Namespace) -> int:
     """Print the lines, law by law, in the order in which a check runs the cases of a law. Returns the exit code."""
-    check_installed(options.adapter)
+    for spec in options.adapters:
+        check_installed(spec)
+    if options.settings:
+        terminal.print_line(f"settings {options.settings}", sys.stderr)
+    for spec in options.adapters:
+        _draw(options, spec)
+    return HOLDS
+
+
+def _draw(options: argparse.Namespace, spec: str) -> None:
+    """Print the lines of one adapter."""
     device = options.device or ("cuda" if devices.gpus() else "cpu")
     profile = PROFILES[options.profile or ("gpu" if device == "cuda" else "quick")]
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     tune = str(seed) if device == "cuda" else ""
-    settings = Settings(options.adapter, chosen_laws(options), profile, seed, device, tune, climbs=options.climb or None)
+    settings = Settings(spec, chosen_laws(options), profile, seed, device, tune, climbs=options.climb or None)
     settings = dataclasses.replace(settings, shard=options.shard or WHOLE)
     worker = Worker(environment=devices.environment(device if devices.gpus() else "cpu"))  # it only reads the declarations
     with worker, Check(settings, [worker], defects=()) as check:
@@ -41,4 +51,3 @@ def draw(options: argparse.Namespace) -> int:
                     terminal.write(str(run), sys.stdout)
             if further:
                 terminal.print_line(f"{law}: {further} more cases follow from the errors of these", sys.stderr)
-    return HOLDS

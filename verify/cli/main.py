@@ -13,6 +13,7 @@ from typing import Any
 
 from gdn_verify import Shadowed, check_names
 from verify.adapters.registry import AdapterError
+from verify.cli import settings
 from verify.cli.exits import INTERRUPTED, UNDECIDED, USAGE
 from verify.cli.options import find_in
 from verify.cli.parsers import parser, refuse
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return its exit code."""
     code, is_process = UNDECIDED, arguments is None
     try:
-        options = parser().parse_args(arguments)
+        options = settings.parse(parser(), arguments)
         refuse(options)
         find_in(getattr(options, "path", None))
         check_names()

@@ -59,6 +59,12 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options about settings in pyproject.toml (verify/cli/settings.py reads them)."""
+    parser.add_argument("--job", metavar="NAME", help="use the settings of this job in pyproject.toml, [tool.gdn-verify.jobs.NAME]")
+    parser.add_argument("--no-settings", action="store_true", help="read no settings from pyproject.toml")
+
+
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
 

@@ -18,6 +18,7 @@ from verify.cli.options import (
     add_outputs,
     add_ranks,
     add_sanitize,
+    add_settings,
     duration_word,
     law_word,
     minutes_word,
@@ -52,7 +53,7 @@ CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
 ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
 
 
-class _Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """A parser that reports bad usage in one line, without the usage block, and names what may have been meant."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -70,14 +71,29 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unknown option {unknown}{near}")
         return result, left
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Its options and arguments."""
+        return list(self._actions)
+
+    def value_of(self, action: argparse.Action, word: str) -> Any:
+        """The value of an option for which a command line has a word. ArgumentError if the option does not take it."""
+        value = self._get_value(action, word)
+        self._check_value(action, value)
+        return value
+
+    def takes_several(self, action: argparse.Action) -> bool:
+        """Whether an option may be repeated, and adds to a list each time."""
+        return isinstance(action, argparse._AppendAction)
+
     def error(self, message: str) -> NoReturn:
         print_error(f"{message} (see {self.prog} --help)")
         raise SystemExit(USAGE)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     """The parser of the whole command line. `act` of what it returns is the module of verify/cli and the function of the verb."""
-    top = _Parser(
+    top = OptionParser(
         prog="gdn-verify",
         description="Check whether a Gated DeltaNet implementation is right on every shape and packing\n"
         "that it supports, and find the smallest case that fails.",
@@ -111,18 +127,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def verbs_of(top: OptionParser) -> dict[str, OptionParser]:
+    """The parser of each verb."""
+    return dict(next(action.choices for action in top.actions if isinstance(action, argparse._SubParsersAction)))
+
+
 def refuse(options: argparse.Namespace) -> None:
     """Refuse unknown laws and adapters before torch is imported. ValueError or AdapterError names the nearest.
 
-    Afterwards `adapter` and `line` are the same however they were written.
+    Afterwards `line` is the same however it was written.
     """
-    if options.verb == "check":
-        if (options.adapter is None) == (options.own is None):
-            raise ValueError(f"check needs one adapter: {ADAPTER}")
-        options.adapter = options.adapter or options.own
-        check_spec(options.adapter)
-    if options.verb == "draw":
-        check_spec(options.adapter)
+    if options.verb in ("check", "draw"):
+        if not options.adapters or (options.adapter is not None and getattr(options, "own", None) is not None):
+            raise ValueError(f"{options.verb} needs one adapter: {ADAPTER}; or [tool.gdn-verify] in pyproject.toml must list some")
+        for spec in options.adapters:
+            check_spec(spec)
     for spec in options.adapter if options.verb == "soak" else ():
         check_spec(spec)
     if "line" in options:
@@ -143,8 +162,9 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("adapter", nargs="?", help=ADAPTER)
+    parser.add_argument("adapter", nargs="?", help=f"{ADAPTER} (default: those that pyproject.toml lists)")
     parser.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the adapter, as an option")
+    add_settings(parser)
     add_asking(parser, "default quick; gpu on a GPU")
     parser.add_argument("--seed", type=seed_word, help="seed of the cases (default 0; with the profile soak random, and printed)")
     parser.add_argument(
@@ -181,7 +201,8 @@ def _merge(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("adapter", help=ADAPTER)
+    parser.add_argument("adapter", nargs="?", help=f"{ADAPTER} (default: those that pyproject.toml lists)")
+    add_settings(parser)
     parser.add_argument(
         "--law", type=law_word, action="append", metavar="LAW", help="print only the cases of this law (may be repeated)"
     )
