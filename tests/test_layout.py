@@ -36,6 +36,7 @@ LIBRARIES = {
             "jinja2",
             "matplotlib",
             "msgspec",
+            "shtab",
         ),
         "gdn_verify",  # ours, beside the folders: it has a name that no other module has
     },

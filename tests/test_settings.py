@@ -39,7 +39,7 @@ strict-reach = false
 laws = ["oracle"]
 
 [tool.gdn-verify.jobs.'on a GPU']
-adapters = ["fla/kda_chunk"]
+adapters = ["fla/chunk_kda"]
 """
 
 
@@ -82,14 +82,14 @@ def test_settings_mean_what_the_options_mean() -> None:
 def test_a_check_without_an_adapter_is_of_those_in_the_file_relative_to_its_folder() -> None:
     assert parsed("check").adapters == ["fla/chunk", "../mine.py:Mine"]
     assert parsed("draw").adapters == ["fla/chunk", "../mine.py:Mine"]
-    assert parsed("check", "fla/kda_chunk").adapters == parsed("check", "--adapter", "fla/kda_chunk").adapters == ["fla/kda_chunk"]
+    assert parsed("check", "fla/chunk_kda").adapters == parsed("check", "--adapter", "fla/chunk_kda").adapters == ["fla/chunk_kda"]
 
 
 def test_a_job_overrides_the_base_and_an_option_both() -> None:
     job = parsed("check", "--job", "nightly")
     assert (job.profile, job.strict_reach, job.law, job.seed) == ("few", False, ["oracle"], 7)
     assert job.settings == "../../pyproject.toml, job nightly"
-    assert parsed("check", "--job", "on a GPU").adapters == ["fla/kda_chunk"]
+    assert parsed("check", "--job", "on a GPU").adapters == ["fla/chunk_kda"]
     options = parsed(
         "check", "--job", "nightly", "--profile", "least", "--law", "pure", "--seed", "0", "--known", "x", "--strict-reach"
     )

@@ -33,6 +33,12 @@ EXITS_OF = {
         "a form or a claim is wrong",
         "nothing is measured, a release is missing, or something failed",
     ),
+    "completion": _told("the script is printed", None, "gdn-verify itself failed"),
+    "certificate": _told(
+        "the certificate is right: the record, the sources and the signature are as they were, and every law held",
+        "something differs, or a law was broken",
+        "something could not be compared: a source, ssh-keygen or a GPU is missing, or a law was undecided",
+    ),
     "fetch": _told("the files are there", None, "they could not be had"),
 }
 

@@ -67,6 +67,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
+    parser.add_argument(
+        "--certificate",
+        metavar="FILE",
+        help="also write a certificate of the check to FILE, which gdn-verify certificate verifies",
+    )
+    parser.add_argument("--sign-key", metavar="FILE", help="sign the certificate with this SSH key (needs ssh-keygen)")
 
 
 def add_sanitize(parser: argparse.ArgumentParser) -> None:

@@ -49,6 +49,7 @@ PULLS = {
     5396: "norm in the kernel",
 }
 SHARD = "run the K-th of N parts of the cases; each case is in one of them, and `gdn-verify merge` joins what --json wrote"
+SHELLS = ("bash", "zsh", "tcsh")
 CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
 ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
 
@@ -102,7 +103,9 @@ def parser() -> OptionParser:
     )
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
-        required=True, metavar="{list,check,merge,draw,repeat,known,launches,soak,zoo,claims,fetch}", dest="verb"
+        required=True,
+        metavar="{list,check,merge,draw,repeat,known,launches,soak,zoo,claims,fetch,completion,certificate}",
+        dest="verb",
     )
 
     def verb(name: str, act: str, words: str) -> argparse.ArgumentParser:
@@ -124,6 +127,8 @@ def parser() -> OptionParser:
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
+    _completion(verb("completion", "completion_command:complete", "print a script with which a shell completes command lines"))
+    _certificate(verb("certificate", "certificate_command:certificate", "verify the certificate that check has written"))
     return top
 
 
@@ -382,3 +387,18 @@ def _fetch(parser: argparse.ArgumentParser) -> None:
         help="the folder for its files (default .gdn-verify/libraries/LIBRARY, with -VERSION at the end for an older release)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
+
+
+def _certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the file that check --certificate has written")
+    parser.add_argument(
+        "--allowed-signers",
+        metavar="FILE",
+        help="the signers whom you trust, as ssh-keygen reads them (default: any key may have signed, and the report says so)",
+    )
+    parser.add_argument("--again", action="store_true", help="also run the lines that the certificate has as a sample")
+    parser.add_argument("--path", metavar="DIR", help="a folder in which source files are looked for first")

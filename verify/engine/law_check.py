@@ -36,6 +36,7 @@ FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in t
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 CHANCES = 3  # fresh processes in which a failure that depends on timing may happen again
 WORST = 10  # a declaration must suit so many cases like the found one, and so many others, or it is not suggested
+SAMPLE = 2  # lines that hold are in the report of a law, so that a certificate can be checked by running some again
 REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
 
 
@@ -170,6 +171,7 @@ class LawCheck:
         self._run_known()
         if not self._stored_failure(law):
             self._draw(law)
+        report.sample = self._sample()
         report.wall_s = time.monotonic() - start
         report.started, report.start_s = worker.started - started, worker.start_s - start_s
         if self._broken is None:
@@ -204,6 +206,12 @@ class LawCheck:
         if not report.cut_short and not set(report.counts) - {Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED}:
             return Verdict.UNSUPPORTED, f"no case of shard {shard} could show a defect"
         return overall(report.counts, report.reason, 0)
+
+    def _sample(self) -> dict[str, float]:
+        """Lines that hold, spread evenly over those that ran, each with its largest error over the tolerance."""
+        held = [(str(run), ratio) for run, ratio in self._ratios.items() if ratio <= 1]
+        places = {place * (len(held) - 1) // max(1, SAMPLE - 1) for place in range(SAMPLE)} if held else set()
+        return dict(held[place] for place in sorted(places))
 
     def _tell_broken(self) -> Outcome:
         """Enter the broken run in the report, and return its outcome."""

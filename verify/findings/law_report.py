@@ -50,6 +50,7 @@ class LawReport:
     repeats: str = ""  # whether `run` fails in a fresh process: "yes", "only afresh", "no", or "" if that was not tried
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    sample: dict[str, float] = dataclasses.field(default_factory=dict)  # some lines that hold: the largest error over its tolerance
     regimes: dict[str, int] = dataclasses.field(default_factory=dict)
     seed: int = 0
     remembered: bool = False  # the broken run is a line that broke the law in an earlier check
