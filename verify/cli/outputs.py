@@ -1,15 +1,52 @@
 """Files that show a check elsewhere. Each is made from the records of the check alone, after its last law."""
 
 import argparse
+import os
+import time
 from collections.abc import Sequence
 
+from verify.cli.options import SWEEP
+from verify.cli.output import check_writable, write_file
+from verify.cli.terminal import print_error
+from verify.findings.records import certificate, signature
 from verify.findings.records.record import Record
 
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Refuse a file that cannot be written or made, before any work is done. ValueError names the option."""
+    _check_certificate(options)
 
 
 def write_outputs(options: argparse.Namespace, records: Sequence[Record]) -> bool:
     """Write the files that the options name. Returns whether all of them could be written; if not, stderr says why."""
-    return True
+    return _write_certificate(options, records)
+
+
+def _check_certificate(options: argparse.Namespace) -> None:
+    options.began = time.time()
+    if options.certificate is None:
+        if options.sign_key is not None:
+            raise ValueError("--sign-key is for --certificate, which is not given")
+        return
+    if getattr(options, "tune", None) == SWEEP or getattr(options, "shard", None) is not None:
+        raise ValueError("--certificate is for a whole check: it excludes --shard and --tune sweep")
+    if options.sign_key is not None:
+        if not os.path.isfile(options.sign_key):
+            raise ValueError(f"--sign-key must name an SSH key, got {options.sign_key!r}: there is no such file")
+        try:
+            signature.sign(b"", options.sign_key)
+        except (ValueError, signature.NoProgram) as error:
+            raise ValueError(f"--sign-key: {error}") from None
+    check_writable("--certificate", options.certificate)
+
+
+def _write_certificate(options: argparse.Namespace, records: Sequence[Record]) -> bool:
+    if options.certificate is None:
+        return True
+    try:
+        data = certificate.certificate_of(records, options.began)
+        signed = signature.sign(certificate.canonical(data), options.sign_key) if options.sign_key is not None else ""
+    except (ValueError, signature.NoProgram) as error:
+        print_error(f"no certificate is written: {error}")
+        return False
+    return write_file(options.certificate, certificate.text_of(data, signed))
