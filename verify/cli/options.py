@@ -67,6 +67,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
+
+
+def add_certificate(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a certificate, which hashes files of the machine that ran the check. So `merge` has none."""
     parser.add_argument(
         "--certificate",
         metavar="FILE",

@@ -24,11 +24,11 @@ def write_outputs(options: argparse.Namespace, records: Sequence[Record]) -> boo
 
 def _check_certificate(options: argparse.Namespace) -> None:
     options.began = time.time()
-    if options.certificate is None:
-        if options.sign_key is not None:
+    if getattr(options, "certificate", None) is None:
+        if getattr(options, "sign_key", None) is not None:
             raise ValueError("--sign-key is for --certificate, which is not given")
         return
-    if getattr(options, "tune", None) == SWEEP or getattr(options, "shard", None) is not None:
+    if options.tune == SWEEP or options.shard is not None:
         raise ValueError("--certificate is for a whole check: it excludes --shard and --tune sweep")
     if options.sign_key is not None:
         if not os.path.isfile(options.sign_key):
@@ -41,7 +41,7 @@ def _check_certificate(options: argparse.Namespace) -> None:
 
 
 def _write_certificate(options: argparse.Namespace, records: Sequence[Record]) -> bool:
-    if options.certificate is None:
+    if getattr(options, "certificate", None) is None:
         return True
     try:
         data = certificate.certificate_of(records, options.began)

@@ -13,6 +13,7 @@ from verify.adapters.registry import OWN, ZOO, check_spec
 from verify.cli.exits import EXITS, EXITS_OF, USAGE
 from verify.cli.options import (
     add_asking,
+    add_certificate,
     add_common,
     add_known,
     add_outputs,
@@ -191,6 +192,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
         help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
     )
     add_outputs(parser)
+    add_certificate(parser)
     add_ranks(parser)
     add_sanitize(parser)
     add_common(parser)

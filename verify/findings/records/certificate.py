@@ -289,7 +289,7 @@ def read(place: str) -> Read:
             raise ValueError(f"it must have the keys {', '.join(sorted(KEYS))} and no others")
         read = Read(data["certificate"], data["sha256"], data["signature"], None)
         if not (isinstance(read.sha256, str) and isinstance(read.signature, str)):
-            raise ValueError("sha256 and signature must be texts")
+            raise ValueError("sha256 and signature must be texts")  # noqa: TRY004 - as for other mistakes
         unchanged = read.unchanged
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is no certificate: {_line(error)}") from None
@@ -337,7 +337,7 @@ class Compared:
 
 
 def compare(read: Read, first: str | None = None) -> Compared:
-    """Compare a certificate with its digest, the sources that are at hand, and this release. `first` is a folder to look in first."""
+    """Compare a certificate with its digest, the sources at hand and this release. `first` is a folder to look in first."""
     compared = Compared()
     if not read.unchanged:
         compared.differs.append(f"the record has changed: its sha256 is {digest(read.data)}, and the file has {shown(read.sha256)}")
