@@ -77,6 +77,7 @@ def is_good_usage(words: list[str]) -> bool:
     except SystemExit:
         return False
     adapters = {"check": lambda: [values.adapter or values.own], "soak": lambda: values.adapter}.get(words[0], list)()
+    adapters = [adapter for adapter in adapters if adapter is not None]  # a project's settings name others
     return {*(getattr(values, "law", None) or ())} <= {*every_law()} and all(map(is_known, adapters))
 
 

@@ -13,7 +13,7 @@ from tests.sources import definition, options, verbs
 
 
 def option_rows(verb: str) -> dict[tuple[str, ...], Row]:
-    rows = table(section(reference("commands"), verb), "option")
+    rows = table(section(reference("commands"), verb), "option") if options(verb) else []
     return {tuple(code.split()[0] for code in codes(row["option"])): row for row in rows}
 
 

@@ -41,6 +41,9 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("claims JSON", "key"): lambda: dict_keys("rows", "interrupted") | dict_keys("device", "text"),
     ("claims JSON", "key of a row"): lambda: {*fields(definition("Row")), "measured"},
     ("claims JSON", "key of a decision"): lambda: fields(definition("Ruling")),
+    ("Certificates", "key"): lambda: definition("FILE_KEYS"),
+    ("Certificates", "key of a certificate"): lambda: fields(definition("Certificate")),
+    ("Certificates", "key of a check"): lambda: fields(definition("CheckPart")),
     ("fetch JSON", "key"): lambda: {"folder", "fetched", *dict_keys("sha256", "patterns")},
     ("The record of the GPU tests", "key"): lambda: definition("KINDS"),
 }

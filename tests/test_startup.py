@@ -23,7 +23,11 @@ CPU_S = 0.6  # it takes 0.2 s on an idle core of an AMD EPYC, and torch alone ta
 WORDS = {
     "--help": 0,
     "--version": 0,
-    **{f"{verb} --help": 0 for verb in ("list", "check", "soak", "repeat", "known", "launches", "zoo", "claims", "fetch")},
+    **{
+        f"{verb} --help": 0
+        for verb in ("list", "check", "soak", "repeat", "known", "launches", "zoo", "claims", "fetch", "certificate")
+    },
+    "completion bash": 0,
     "": exits.USAGE,
     "chekc fla/chunk": exits.USAGE,
     "check": exits.USAGE,
@@ -40,6 +44,8 @@ WORDS = {
     "launches law=oracle adapter=fla/chonk lengths=1": exits.USAGE,
     "zoo LeaksStat": exits.USAGE,
     "fetch sglnag": exits.USAGE,
+    "certificate nowhere.json": exits.USAGE,
+    "completion bsh": exits.USAGE,
 }
 PROGRAM = """
 import json, sys, time

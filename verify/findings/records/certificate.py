@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verify.findings.records.record import Record
 
 SCHEMA = 1  # goes up whenever a reader of the last form would misread the new one
-KEYS = {"certificate", "sha256", "signature"}
+FILE_KEYS = {"certificate", "sha256", "signature"}
 MOST_BYTES, MOST_NAME = 16 * 2**20, 1024
 LARGEST = 1e300  # JSON has no infinity
 # Their versions are in a certificate, and gdn-verify has a digest of its own. So their files are left out.
@@ -285,8 +285,8 @@ def read(place: str) -> Read:
         raise ValueError(f"{place} is no certificate: it is larger than {MOST_BYTES >> 20} MiB")
     try:
         data = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_refused)
-        if not isinstance(data, dict) or {*data} != KEYS:
-            raise ValueError(f"it must have the keys {', '.join(sorted(KEYS))} and no others")
+        if not isinstance(data, dict) or {*data} != FILE_KEYS:
+            raise ValueError(f"it must have the keys {', '.join(sorted(FILE_KEYS))} and no others")
         read = Read(data["certificate"], data["sha256"], data["signature"], None)
         if not (isinstance(read.sha256, str) and isinstance(read.signature, str)):
             raise ValueError("sha256 and signature must be texts")  # noqa: TRY004 - as for other mistakes
