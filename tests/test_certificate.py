@@ -163,6 +163,7 @@ def test_a_right_certificate_without_a_signature_says_so(capfd: pytest.CaptureFi
     main([*CHECK, *FILE])
     code, lines = verified(capfd)
     assert code == exits.HOLDS
+    assert lines[1] == "  holds        pure, recall"
     assert labelled(lines, "as certified") == [
         "1 source is as certified for kernels/mine.py:Mine",
         f"gdn-verify {__version__} is as it was",
@@ -294,13 +295,15 @@ def test_a_check_that_did_not_hold_is_no_right_certificate(
     monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering(lambda run: 4.0 if run.law == "pure" else 0.5)])
     assert main([*CHECK, *FILE]) == exits.BROKEN
     code, lines = verified(capfd)
+    assert lines[1:3] == ["  holds        recall", "  broken       pure"]
     assert (code, labelled(lines, "DIFFERS")) == (exits.BROKEN, ["kernels/mine.py:Mine was broken when it was checked: pure"])
 
     def forget(data: Any) -> None:
-        data["checks"][0].update(verdict="unknown", exit_code=3, laws={})
+        data["checks"][0].update(verdict="unknown", exit_code=3, laws={}, not_run=["pure"])
 
     rewrite(forget)
     code, lines = verified(capfd)
+    assert lines[1] == "  not run      pure"
     assert (code, labelled(lines, "NOT COMPARED")) == (
         exits.UNDECIDED,
         ["kernels/mine.py:Mine was undecided when it was checked (exit code 3)"],
@@ -352,7 +355,7 @@ def test_nothing_is_read_outside_of_where_python_looks(name: str, folder: pathli
     rewrite(lambda data: data["checks"][0].update(sources={name: ""}, kernel=""))
     code, lines = verified(capfd)
     assert (code, len(lines)) == (exits.USAGE, 1)
-    assert "a source must be a file of Python below a folder, got " in lines[0]
+    assert "a source must be a file of a module below a folder, got " in lines[0]
 
 
 def test_wrong_types_and_what_terminals_obey_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from verify.findings.records.certificate import (
     shown,
     versions,
 )
+from verify.process.outcome import Verdict
 
 CLOSE = 1e-6  # a ratio of the same versions on the same processor may differ by so much: another number of cores rounds otherwise
 
@@ -34,7 +35,7 @@ def certificate(options: argparse.Namespace) -> int:
     compared = compare(found, options.path)
     _compare_signature(found, options.allowed_signers, compared)
     for check in found.certificate.checks if found.certificate is not None else ():
-        print_line(_line_of(check))
+        print_line("\n".join(_lines_of(check)))
         _judge(check, compared)
     if options.again and found.certificate is not None:
         if compared.differs or compared.unknown:
@@ -49,11 +50,14 @@ def certificate(options: argparse.Namespace) -> int:
     return code
 
 
-def _line_of(check: CheckPart) -> str:
+def _lines_of(check: CheckPart) -> list[str]:
+    """What was checked, with the laws of each verdict."""
     where = f", on {shown(check.device)}" if check.device else ""
-    laws = f"{len(check.laws)} laws, {check.cases} cases"
     head = f"{shown(check.adapter)}  {shown(check.packages)}  profile {shown(check.profile)}, seed {check.seed}{where}"
-    return f"{head}: {shown(check.verdict)}; {laws}"
+    named = {verdict: [name for name, law in check.laws.items() if law.verdict == verdict] for verdict in Verdict}
+    parts = {**{str(verdict): names for verdict, names in named.items()}, "not run": check.not_run}
+    laws = [f"  {label:<13}{', '.join(map(shown, names))}" for label, names in parts.items() if names]
+    return [f"{head}: {shown(check.verdict)}, {check.cases} cases", *laws]
 
 
 def _judge(check: CheckPart, compared: Compared) -> None:

@@ -33,11 +33,6 @@ class Settings:
     adapters: tuple[str, ...] = ()
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def folder(self) -> str:
-        """The folder to which the file's paths are relative."""
-        return os.path.dirname(self.file)
-
     def __str__(self) -> str:
         place = os.path.relpath(self.file)
         return f"{place}, job {self.job}" if self.job else place
