@@ -347,6 +347,13 @@ def test_a_file_that_is_no_certificate_is_one_line(data: bytes, capfd: pytest.Ca
         assert lines[0].startswith("gdn-verify: c.json is no certificate: ")
 
 
+def test_a_value_that_a_second_one_hides_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    main([*CHECK, *FILE])
+    text = pathlib.Path("c.json").read_text()
+    pathlib.Path("c.json").write_text(text.replace('"seed": 0', '"seed": 1, "seed": 0'))
+    assert verified(capfd) == (exits.USAGE, ["gdn-verify: c.json is no certificate: a key comes twice in one object"])
+
+
 @for_each("name", ["/etc/passwd.py", "../mine.py", "a/../../mine.py", "mine.txt", "a\0.py", f"{'a' * 2000}.py"])
 def test_nothing_is_read_outside_of_where_python_looks(name: str, folder: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "kernels").mkdir(exist_ok=True)
