@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCHEMA = 1  # goes up whenever a reader of the last form would misread the new one
 FILE_KEYS = {"certificate", "sha256", "signature"}
 MOST_BYTES, MOST_NAME = 16 * 2**20, 1024
-KINDS = (".py", ".so", ".pyd")  # files of modules: of Python, and compiled
+OF_MODULES = (".py", ".so", ".pyd")  # files of modules: of Python, and compiled
 LARGEST = 1e300  # JSON has no infinity
 # Their versions are in a certificate, and gdn-verify has a digest of its own. So their files are left out.
 LEFT_OUT = ("oracles", "properties", "verify", "torch", "triton")
@@ -245,7 +245,7 @@ def _file_of(module: str, folders: Sequence[str]) -> pathlib.Path | None:
         if found is None:
             return None
         places = list(found.submodule_search_locations or ())
-    return pathlib.Path(found.origin) if found is not None and found.origin and found.origin.endswith(KINDS) else None
+    return pathlib.Path(found.origin) if found is not None and found.origin and found.origin.endswith(OF_MODULES) else None
 
 
 def sha256(file: pathlib.Path) -> str:
@@ -321,7 +321,7 @@ def _parts(data: Any) -> Certificate:
     for check in certificate.checks:
         for name in check.sources:
             path = pathlib.PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not name.endswith(KINDS) or "\0" in name or len(name) > MOST_NAME:
+            if path.is_absolute() or ".." in path.parts or not name.endswith(OF_MODULES) or "\0" in name or len(name) > MOST_NAME:
                 raise ValueError(f"a source must be a file of a module below a folder, got {shown(name)}")
         if check.kernel and check.kernel not in check.sources:
             raise ValueError(f"the sources must have the kernel {shown(check.kernel)}")
