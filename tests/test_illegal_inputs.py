@@ -30,6 +30,7 @@ from verify.adapters.base import Adapter, Engine, PathAdapter, TraceAdapter
 from verify.adapters.gdn.pool import Pool, PoolEngine
 from verify.cli import check_command
 from verify.engine.drawing import seeded
+from verify.engine.shard import WHOLE
 from verify.execution.refusals import probe
 from verify.execution.service import answer
 from verify.process.messages import Describe, Reaction, Refuse
@@ -255,7 +256,7 @@ def checking_of(worker: Any, domain: PathDomain, device: str = "cpu", tune: str 
     """What `_print_refusals` reads of a check."""
     return types.SimpleNamespace(
         describe=lambda: types.SimpleNamespace(domain=domain),
-        settings=types.SimpleNamespace(until=math.inf, device=device, tune=tune),
+        settings=types.SimpleNamespace(shard=WHOLE, until=math.inf, device=device, tune=tune),
         defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
         workers=[worker],
     )
