@@ -20,6 +20,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("findings.jsonl", "key"): lambda: dict_keys("stage", "run"),
     ("findings.jsonl", "`stage`"): stages,
     ("A finding", "key"): lambda: fields(definition("Finding")),
+    ("A picture", "key of a picture"): lambda: fields(definition("Picture")),
     ("A finding", "`kind`"): lambda: map(str, definition("FailureKind")),
     ("Deny-lists", "key"): lambda: fields(definition("Denied")),
     ("known_defects.toml", "key"): lambda: {*fields(definition("Known"))} - {"file"},

@@ -22,7 +22,7 @@ from verify.adapters.base import PathAdapter
 from verify.bench import addresses, oracle_process
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Copies, Guards, changed
-from verify.bench.places import indices
+from verify.bench.places import Layout, indices
 from verify.bench.shared_calls import PARAMETERS, SharedCall, shared_call
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
@@ -292,8 +292,7 @@ class RankBench(Watched):
     def where(self, pair: Pair, flat: int, shape: torch.Size) -> str:
         """The place of a row in words, with the token counted in its whole sequence."""
         index, case = indices(flat, shape), self.case
-        known = not pair.detail and pair.port in (*map(gradient_name, self._names()), *self._names())
-        part = self.part(pair.port) if known else None
+        part = self._part_of(pair)
         if part is None:
             return "index " + ", ".join(map(str, index))
         axis, rows = part
@@ -310,6 +309,19 @@ class RankBench(Watched):
         words = f"token {token}" + ("" if not case.packed or token < case.lengths[sequence] else ", a pad")
         words += f", head {index[2]}" if len(index) > 2 else ""
         return f"sequence {sequence}, {words}" if len(case.lengths) > 1 else words
+
+    def layout(self, pair: Pair, shape: torch.Size) -> Layout | None:
+        """How the rows of a comparison lie in a picture: with tokens as they lie on the rank. None if they are no tokens."""
+        part = self._part_of(pair)
+        if part is None or part[0] != 1 or len(shape) < 2 or tuple(shape[:1]) != self.case.batch[:1]:
+            return None
+        group, heads = "row of the batch", ("head", 2) if len(shape) > 2 else ("", None)
+        return Layout("local token", (0, 1), (shape[1],) * shape[0], group, *heads)
+
+    def _part_of(self, pair: Pair) -> tuple[int, Tensor] | None:
+        """The axis of a comparison of which the rank has a part, and the rows of this part; None if it is not of the whole rank."""
+        known = not pair.detail and pair.port in (*map(gradient_name, self._names()), *self._names())
+        return self.part(pair.port) if known else None
 
     def _names(self) -> list[str]:
         return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]

@@ -20,7 +20,7 @@ from properties.traces.play import Slot
 from verify.adapters.base import Engine, TraceAdapter
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
-from verify.bench.places import indices
+from verify.bench.places import ALONG, Layout, indices, lay_out
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
@@ -250,3 +250,9 @@ def place_of(pair: Pair, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: token and head of an output, head and key row of a state."""
     words = zip(AXES.get(pair.port, ()), indices(flat, shape), strict=False)
     return ", ".join(f"{word} {index}" for word, index in words) or f"index {', '.join(map(str, indices(flat, shape)))}"
+
+
+def layout_of(pair: Pair, shape: torch.Size) -> Layout | None:
+    """How the rows of a comparison lie in a picture; None if it has no such rows."""
+    names = {word: name for name, word in ALONG.items()}
+    return lay_out([names.get(word, "") for word in AXES.get(pair.port, ())][: len(shape)], shape)

@@ -35,7 +35,7 @@ from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
-from verify.cli.terminal import print_error, print_line, width_of
+from verify.cli.terminal import marks_of, print_error, print_line, width_of
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
@@ -131,7 +131,7 @@ def _refuse_combinations(options: argparse.Namespace, launch: Launch | None) -> 
     """Refuse options that exclude each other. Returns the backend of ranks, or "" without ranks."""
     if options.strict_reach and options.tune == SWEEP:
         raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
-    for option in ("budget", "shard") if options.tune == SWEEP else ():
+    for option in ("budget", "shard", "html") if options.tune == SWEEP else ():
         if getattr(options, option) is not None:
             raise ValueError(f"--{option} must be left out with --tune sweep, which runs every configuration")
     paths = any(spec in PATHS for spec in options.adapters)
@@ -322,7 +322,11 @@ def _files_of(defects: Iterable[known.Known]) -> list[str]:
 
 def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport) -> None:
     on_case(report.law, report.planned, report.planned)  # the law is over, also if its last cases were not run
-    told = text.failure(report, width_of(out, text.WIDTH)) if report.verdict is Verdict.BROKEN else text.law_line(report)
+    told = (
+        text.failure(report, width_of(out, text.WIDTH), marks_of(out))
+        if report.verdict is Verdict.BROKEN
+        else text.law_line(report)
+    )
     if told or report.known:
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     lines(law_line(report))

@@ -7,7 +7,7 @@ from typing import TextIO
 from verify.cli.exits import HOLDS, UNDECIDED, exit_code
 from verify.cli.output import JsonLines
 from verify.cli.outputs import check_outputs, write_outputs
-from verify.cli.terminal import print_line, width_of
+from verify.cli.terminal import marks_of, print_line, width_of
 from verify.findings import report as text
 from verify.findings.records.merging import Merged, merged
 from verify.findings.records.record import Record, lines_of, read
@@ -52,7 +52,8 @@ def _print(check: Merged, files: int, code: int, out: TextIO) -> None:
     print_line(f"{head.adapter}  {head.versions}  profile {head.profile}, seed {head.seed}, merged from {files} records", out)
     print_line("\n".join(head.declares), out)
     for report in record.reports:
-        told = text.failure(report, width_of(out, text.WIDTH)) if report.verdict is Verdict.BROKEN else text.law_line(report)
+        broken = report.verdict is Verdict.BROKEN
+        told = text.failure(report, width_of(out, text.WIDTH), marks_of(out)) if broken else text.law_line(report)
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     regimes = ["cases by regime:", *end.regimes] if end.regimes else []
     for part in (regimes, text.refusal_lines(end.refusals), end.looked_at, end.left_out, end.causes, check.lacks):

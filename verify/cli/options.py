@@ -67,6 +67,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write a page about the check to FILE, which needs nothing but a browser to be read"
+    )
 
 
 def add_certificate(parser: argparse.ArgumentParser) -> None:

@@ -8,18 +8,24 @@ from collections.abc import Sequence
 from verify.cli.options import SWEEP
 from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error
-from verify.findings.records import certificate, signature
+from verify.findings.records import certificate, page, signature
 from verify.findings.records.record import Record
 
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Refuse a file that cannot be written or made, before any work is done. ValueError names the option."""
     _check_certificate(options)
+    if options.html:
+        page.check()
+        check_writable("--html", options.html)
 
 
 def write_outputs(options: argparse.Namespace, records: Sequence[Record]) -> bool:
     """Write the files that the options name. Returns whether all of them could be written; if not, stderr says why."""
-    return _write_certificate(options, records)
+    written = _write_certificate(options, records)
+    if options.html:
+        written &= write_file(options.html, page.page(records))
+    return written
 
 
 def _check_certificate(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from verify.cli.exits import INTERRUPTED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
-from verify.cli.terminal import print_line, width_of
+from verify.cli.terminal import marks_of, print_line, width_of
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import known
@@ -44,7 +44,7 @@ def soak_all(options: argparse.Namespace) -> int:
         label = f"{report.adapter} " if len(soaking.specs) > 1 else ""
         on_case(label + report.law, report.planned, report.planned)  # the law is over
         if not report.same_as:
-            print_line(text.failure(report, width_of(out, text.WIDTH)), out)
+            print_line(text.failure(report, width_of(out, text.WIDTH), marks_of(out)), out)
 
     with JsonLines(options.json) as lines, progress() as on_case:
         soaking = soak.Soak(

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from verify.findings.blocks import ASCII, BLOCKS
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import TaskID
@@ -48,6 +50,15 @@ def width_of(out: TextIO, otherwise: int) -> int:
     except OSError:
         return otherwise
     return columns if columns >= NARROWEST else 80
+
+
+def marks_of(out: TextIO) -> str:
+    """The characters that draw pictures on a stream: ASCII if its encoding has no blocks."""
+    try:
+        BLOCKS.encode(out.encoding or "ascii")
+    except UnicodeEncodeError:
+        return ASCII
+    return BLOCKS
 
 
 def write(text: str, out: TextIO) -> None:

@@ -19,7 +19,7 @@ from verify.bench.adapter_bench import AdapterBench, Ready
 from verify.bench.call_bench import CallBench
 from verify.bench.compiling import Compiling
 from verify.bench.faults import NoRoom
-from verify.bench.places import where
+from verify.bench.places import layout, where
 from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
@@ -86,7 +86,8 @@ def _executed(
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update(declared)
         with following(run.tune) as used:
-            outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused, patient=patient)
+            places, lay_out = functools.partial(where, case), functools.partial(layout, case)
+            outcome = judged(law, bench, run.example, places, lay_out, case.bytes, excused, patient=patient)
         outcome.tuned = dict(used)
         return outcome
 

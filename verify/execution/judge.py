@@ -11,9 +11,13 @@ from torch import Tensor
 
 from oracles.tolerance.bound import Bound, Decision
 from properties.laws.law import Pair
+from verify.bench.places import Layout
+from verify.execution.picture import drawn
 from verify.process.outcome import FailureKind, Finding
+from verify.process.picture import Picture
 
 Where = Callable[[Pair, int, torch.Size], str]
+LayOut = Callable[[Pair, torch.Size], Layout | None]
 
 
 @dataclasses.dataclass
@@ -36,10 +40,14 @@ LARGE = 2**20  # numbers of a tensor of which copies on a GPU are dear
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
-def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
+def _unknown(_: Pair, __: torch.Size) -> None:
+    """How the rows of a comparison lie, if nobody knows."""
+
+
+def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NOTHING, lay_out: LayOut = _unknown) -> Judgement:
     """Judge a law's comparisons.
 
-    `where` turns a comparison, a flat index of its rows and their shape into words.
+    `where` turns a comparison, a flat index of its rows and their shape into words. `lay_out` says how its rows lie in a picture.
 
     `excused` maps outputs that a known defect explains to multiples of their tolerance. If an output's largest error is at most
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
@@ -65,9 +73,9 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
             if glance is not None and want.decide(worst) is Decision.RIGHT and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                finding, rows, ratio = _row_by_row(pair, want, where, excused.get(port, 0.0))
+                finding, rows, ratio = _row_by_row(pair, want, where, lay_out, excused.get(port, 0.0))
         elif worst:
-            finding, rows, ratio = _bit_by_bit(pair, want, where)
+            finding, rows, ratio = _bit_by_bit(pair, want, where, lay_out)
         elif glance is not None:
             rows, ratio = got.numel(), 0.0
         result.rows += rows
@@ -147,7 +155,7 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
     return torch.where(meant, truth.sign() * truth.abs().clamp(min=INFINITE_FROM), got.double())
 
 
-def _row_by_row(pair: Pair, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
+def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared: float) -> tuple[Finding | None, int, float | None]:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
     If the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up to
@@ -180,6 +188,7 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, spared: float) -> tuple[
         _some(wide, worst, error.ndim),
         _some(want, worst, error.ndim),
         port=pair.port,
+        picture=_picture(ratio.where(error.isfinite(), error), lay_out(pair, error.shape)),
     )
     return finding, error.numel(), float(ratio.flatten()[worst])
 
@@ -212,7 +221,7 @@ def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bo
     return int(ratio.argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
 
 
-def _bit_by_bit(pair: Pair, want: Tensor, where: Where) -> tuple[Finding, int, float]:
+def _bit_by_bit(pair: Pair, want: Tensor, where: Where, lay_out: LayOut) -> tuple[Finding, int, float]:
     """The finding about a tensor that differs in at least one number, the number of numbers, and infinity as the ratio."""
     got = pair.got
     different = got != want  # NaN differs from everything, 0 equals -0
@@ -236,8 +245,14 @@ def _bit_by_bit(pair: Pair, want: Tensor, where: Where) -> tuple[Finding, int, f
         tuple(wide_got[worst : worst + 4].tolist()),
         tuple(wide_want[worst : worst + 4].tolist()),
         port=pair.port,
+        picture=_picture(torch.where(got.isnan(), math.nan, math.inf).where(different, 0.0), lay_out(pair, got.shape)),
     )
     return finding, got.numel(), math.inf
+
+
+def _picture(ratio: Tensor, layout: Layout | None) -> Picture | None:
+    """The picture of errors over their tolerances; None if nobody knows how they lie."""
+    return None if layout is None else drawn(ratio, layout)
 
 
 def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:

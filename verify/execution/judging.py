@@ -15,7 +15,7 @@ from properties.words.example import Example
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
 from verify.bench.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
-from verify.execution.judge import NOTHING, Where, judge
+from verify.execution.judge import NOTHING, LayOut, Where, judge
 from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
@@ -87,6 +87,7 @@ def judged(
     bench: Any,
     example: Example,
     where: Where,
+    lay_out: LayOut,
     need: int,
     excused: Mapping[str, float] = NOTHING,
     *,
@@ -99,7 +100,7 @@ def judged(
     """
     outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
     try:
-        result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused)
+        result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused, lay_out)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
         raise  # the outcome of another rank counts

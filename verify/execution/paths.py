@@ -42,7 +42,7 @@ def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = 
 
     def on_rank(place: Place) -> Outcome:
         bench = RankBench(adapter, case, place, computed, device)
-        return judged(law, bench, run.example, bench.where, _bytes(case), excused)
+        return judged(law, bench, run.example, bench.where, bench.layout, _bytes(case), excused)
 
     with poisoned(float("nan")), following(run.tune) as used:
         if not here:

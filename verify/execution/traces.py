@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verify.adapters.base import TraceAdapter
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import TraceBench, layout_of, place_of
 from verify.execution.judge import NOTHING
 from verify.execution.judging import following, judged
 from verify.execution.line import Run
@@ -28,7 +28,7 @@ def execute_trace(
     bench = TraceBench(adapter, case, run.products, run.device)
     bench.declared = declared
     with following(run.tune) as used:
-        outcome = judged(law, bench, run.example, place_of, case.bytes, excused)
+        outcome = judged(law, bench, run.example, place_of, layout_of, case.bytes, excused)
     outcome.tuned = dict(used)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: no event does anything"

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from verify.execution.line import Run
+from verify.findings.blocks import BLOCKS, block_lines
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict
@@ -92,21 +93,23 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
     return ["kernels whose programs could not run together, so that races in them may be missed:", *lines] if lines else []
 
 
-def _command(report: LawReport, run: str) -> str:
+def repeat_command(report: LawReport, run: str) -> str:
+    """The command that runs a line of a law again."""
     return f'gdn-verify repeat {report.under + " " if report.under else ""}"{run}"'
 
 
 def _fault_command(report: LawReport) -> str:
     """The command that shows a fault of gdn-verify again: the run in which it came, or the law if it came between runs."""
     if report.fault_run:
-        return _command(report, report.fault_run)
+        return repeat_command(report, report.fault_run)
     return f"gdn-verify check {report.adapter} --law {report.law} --seed {report.seed}"
 
 
-def failure(report: LawReport, width: int = WIDTH) -> str:
+def failure(report: LawReport, width: int = WIDTH, marks: str = BLOCKS) -> str:
     """A complete bug report of a broken law. Empty if the report of another law says the same.
 
-    The lines that list what it holds with are at most `width` columns wide.
+    The lines that list what it holds with are at most `width` columns wide. `marks` draw the picture of the first finding that has
+    one (verify/findings/blocks.py); without them there is none.
     """
     if report.same_as:
         return ""
@@ -115,7 +118,10 @@ def failure(report: LawReport, width: int = WIDTH) -> str:
         laws = len(report.laws_at_once)
         lines = [f"BROKEN   {report.adapter} · the call fails in the first case of each of the {laws} laws that were checked"]
     lines += finding_lines(report.findings)
-    lines += [f"  tags         {line}" for line in (*report.tags, report.tags_run and _command(report, report.tags_run)) if line]
+    lines += _where_lines(report.findings, width, marks) if marks else []
+    lines += [
+        f"  tags         {line}" for line in (*report.tags, report.tags_run and repeat_command(report, report.tags_run)) if line
+    ]
     if ratios := _ratio_line(report):
         lines.append(ratios)
     if report.neighbours:
@@ -145,9 +151,17 @@ def failure(report: LawReport, width: int = WIDTH) -> str:
         found += f", the worst of {broken} broken cases of {cases}"
     found += f", as {report.first_run}" if report.first_run != report.run else ""
     lines.append(f"  found        {found}")
-    lines.append(f"  repeat       {_command(report, report.run)}")
+    lines.append(f"  repeat       {repeat_command(report, report.run)}")
     lines += _fault_lines(report)
     return "\n".join(lines)
+
+
+def _where_lines(findings: Sequence[Finding], width: int, marks: str) -> list[str]:
+    """The picture of the first finding that has one: where its output is off."""
+    for finding in findings:
+        if lines := block_lines(finding, width, marks):
+            return [f"  {'' if number else 'where':<12} {line}" for number, line in enumerate(lines)]
+    return []
 
 
 def _ratio_line(report: LawReport) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Self
 
+from verify.process.picture import Picture
 from verify.process.reach import Reach
 
 Used = dict[str, tuple[str, ...]]  # for each autotuned kernel, the autotune configurations that ran
@@ -73,6 +74,7 @@ class Finding:
     - `ranks`: for a path, the ranks that found it
     - `wrote`: of a call that raised, the last lines that its process, and those beside it, wrote to stdout and stderr meanwhile
     - `port`: the output or gradient alone, such as "dq"; by default it is `output`
+    - `picture`: where the rows are off; None if no rows were compared, or if nobody knows what their axes are
     """
 
     output: str
@@ -91,6 +93,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     wrote: tuple[str, ...] = ()
     port: str = ""
+    picture: Picture | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.port:
@@ -107,6 +110,11 @@ class Finding:
         return f"{self.kind} {self.detail}".rstrip()
 
     @property
+    def exact(self) -> bool:
+        """Whether bits were compared."""
+        return self.kind in (FailureKind.DIFFERS, FailureKind.NOT_A_NUMBER)
+
+    @property
     def ratio(self) -> float:
         """The error of the worst row over its tolerance. Infinite unless the finding is that an error exceeds a tolerance."""
         if self.kind is not FailureKind.OFF or not math.isfinite(self.error) or not self.allowed > 0:
@@ -115,7 +123,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data. NaN and infinity, which JSON lacks, are strings."""
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(dataclasses.replace(self, picture=None))
+        data["picture"] = self.picture and self.picture.to_json()
         for name in ("error", "allowed"):
             data[name] = _plain(data[name])
         for name in ("got", "want"):
@@ -124,7 +133,8 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Finding":
-        """The finding from the data of `to_json`. In data of earlier releases, the first word of `output` is the port."""
+        """The finding from the data of `to_json`. In data of earlier releases, the first word of `output` is the port, and there is
+        no picture."""
         numbers = {name: float(data[name]) for name in ("error", "allowed")}
         rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
         return cls(
@@ -136,6 +146,7 @@ class Finding:
                 "kind": FailureKind(data["kind"]),
                 "ranks": tuple(data["ranks"]),
                 "port": data.get("port") or data["output"].split()[0].rstrip(","),
+                "picture": Picture.from_json(data["picture"]) if data.get("picture") else None,
             }
         )
 

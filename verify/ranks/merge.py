@@ -52,7 +52,7 @@ def _contents(answer: OfRank) -> Any:
 
 
 def _text(findings: Sequence[Finding]) -> str:
-    return json.dumps([finding.to_json() for finding in findings])
+    return json.dumps([dataclasses.replace(finding, picture=None).to_json() for finding in findings])
 
 
 def merge(answers: Mapping[int, OfRank], waited: str = "") -> OfRank:

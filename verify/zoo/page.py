@@ -7,6 +7,8 @@ import pathlib
 import re
 from typing import Any
 
+from verify.findings.records.page import environment
+
 NEEDS = "--html needs jinja2 and matplotlib, which are not installed: pip install 'gdn-verify[zoo]'"
 INK, ACCENT, PALE = "#1d2733", "#0b5d7a", "#d7e6ec"
 
@@ -23,18 +25,16 @@ def check() -> None:
 
 def page(data: dict[str, Any]) -> str:
     """The page of a table's JSON (verify/zoo/kill_table.py). It refers to no other file or address."""
-    import jinja2
-
-    folder = pathlib.Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        data=data, matrices=matrices(data), rules=rules(data), plots=plots(data), animals={a["name"]: a for a in data["animals"]}
+    return (
+        environment(pathlib.Path(__file__).parent)
+        .get_template("page.html.j2")
+        .render(
+            data=data,
+            matrices=matrices(data),
+            rules=rules(data),
+            plots=plots(data),
+            animals={a["name"]: a for a in data["animals"]},
+        )
     )
 
 
