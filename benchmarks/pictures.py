@@ -3,15 +3,18 @@
     python -m benchmarks.pictures           draw all of them
     python -m benchmarks.pictures holds     draw one
 
-Run this in the root of a clone. It needs matplotlib, the extra `zoo`. Pictures have a white background of their own, so they can be
-read in a dark theme too.
+Run this in the root of a clone. It needs matplotlib, the extra `zoo`; `page` needs the extra `browser` and a Chromium. Pictures
+have a white background of their own, so they can be read in a dark theme too.
 """
 
 import io
 import json
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -174,13 +177,34 @@ def zoo() -> Figure:
     return figure
 
 
+def page() -> Image.Image:
+    """read-a-report.md: the upper part of the page of a check, in a browser. The check takes about two minutes."""
+    from playwright.sync_api import sync_playwright  # only this picture needs it
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "page.html")
+        words = [word for law in PAGE_LAWS for word in ("--law", law)]
+        files = ["--html", str(file), "--findings", folder, "--no-examples"]
+        subprocess.run(
+            [sys.executable, "-m", "verify", "check", PAGE_ADAPTER, *words, "--seed", "3", *files], cwd=ROOT, check=False
+        )
+        with sync_playwright() as play, play.chromium.launch(executable_path=shutil.which("chromium")) as browser:
+            view = browser.new_page(viewport={"width": 920, "height": 1560}, color_scheme="light")
+            view.goto(file.as_uri())
+            return Image.open(io.BytesIO(view.screenshot()))
+
+
+PAGE_ADAPTER, PAGE_LAWS = "zoo/DecayOneTokenEarly", ("heads", "packed", "pure")
+
+
 # The pictures by the names of their functions, with their files. The pages embed these.
-PICTURES: dict[str, tuple[Callable[[], Figure], pathlib.Path]] = {
+PICTURES: dict[str, tuple[Callable[[], Figure | Image.Image], pathlib.Path]] = {
     "row": (row, DOCS / "one-wrong-row.png"),
     "rooms": (rooms, DOCS / "rooms.png"),
     "workers": (workers, DOCS / "explanation" / "workers.png"),
     "holds": (holds, DOCS / "explanation" / "holds.png"),
     "zoo": (zoo, DOCS / "zoo.png"),
+    "page": (page, DOCS / "page.png"),
 }
 
 
@@ -194,8 +218,11 @@ def main() -> int:
         draw, path = PICTURES[name]
         image = io.BytesIO()
         with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
-            draw().savefig(image, dpi=120)
-        Image.open(image).convert("RGB").quantize(64).save(path, optimize=True)
+            drawn = draw()
+            if isinstance(drawn, Figure):
+                drawn.savefig(image, dpi=120)
+                drawn = Image.open(image)
+        drawn.convert("RGB").quantize(64).save(path, optimize=True)
         print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size / 1024:.0f} KiB")
     return 0
 

@@ -81,4 +81,4 @@ def test_the_pictures_are_embedded_in_pages_with_words_and_are_small() -> None:
     for name, (_, path) in pictures.items():
         assert len(shown[path].split()) > 5, name
         assert path.stat().st_size <= PICTURE, name
-    assert len({path for _, path in pictures.values()}) == 5
+    assert len({path for _, path in pictures.values()}) == 6
