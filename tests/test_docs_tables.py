@@ -1,6 +1,8 @@
 """No row of a table is wider than a screen, the zoo's page has the incidents of the zoo, and pictures are small and described."""
 
 import json
+import os
+import pathlib
 import re
 
 import pytest
@@ -74,7 +76,7 @@ def test_the_laws_of_the_record_are_in_the_order_of_their_cases() -> None:
 def test_the_pictures_are_embedded_in_pages_with_words_and_are_small() -> None:
     pictures = pytest.importorskip("benchmarks.pictures").PICTURES
     shown = {
-        (ROOT / page).parent / target: words
+        pathlib.Path(os.path.normpath((ROOT / page).parent / target)): words
         for page in PAGES
         for words, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", read(page))
     }

@@ -206,6 +206,7 @@ def test_a_report_has_a_picture_of_at_most_six_lines_in_blocks_or_in_ascii() -> 
     assert lines[-3].endswith("█  heads 12 to 15")
     assert all(len(line) <= 60 for line in lines)
     assert block_lines(finding_with([[5.0]]), 116) == []
+    assert block_lines(finding_with([[5.0], [0.0]]), 116)[:3] == ["█  head 0", "·  head 1", "token 0"]
     report = LawReport("oracle", "a.py:A", Verdict.BROKEN, run="law=oracle adapter=a.py:A lengths=4", findings=[finding])
     lines = text.failure(report).splitlines()
     assert "  where        ·▁█X  head 0" in lines

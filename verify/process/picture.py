@@ -37,7 +37,8 @@ class Picture:
     def ends(self) -> str:
         """The first and the last place along it, in words."""
         (first_group, first, _), (last_group, _, last) = self.columns[0], self.columns[-1]
-        return f"from {self._place(first_group, first, first)} to {self._place(last_group, last, last)}"
+        begin, end = self._place(first_group, first, first), self._place(last_group, last, last)
+        return begin if begin == end else f"from {begin} to {end}"
 
     def column_name(self, column: int) -> str:
         """A column in words, such as "sequence 1, tokens 4 to 7"."""
