@@ -38,6 +38,7 @@ CHANGED = "was changed after the call had returned it, while the law went on"
 INFINITE_FROM = 65_520.0  # the least number that rounds to infinity in float16
 LARGE = 2**20  # numbers of a tensor of which copies on a GPU are dear
 NOTHING: Mapping[str, float] = MappingProxyType({})
+PICTURES = 4  # so many findings of a case have one: those that a report shows in full
 
 
 def _unknown(_: Pair, __: torch.Size) -> None:
@@ -64,6 +65,7 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
         worst, whole = (0.0, 0.0) if glance is None else next(glances)
         value = want.value if isinstance(want, Bound) else want
         finding, rows, ratio = None, 0, None
+        drawing = lay_out if len(result.findings) < PICTURES else _unknown
         if not _whole(got) or (glance is not None and _changed(got, want, worst)):
             finding = Finding(pair.name, FailureKind.INPUT_CHANGED, CHANGED, port=port)
         elif got.shape != value.shape:
@@ -73,9 +75,9 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
             if glance is not None and want.decide(worst) is Decision.RIGHT and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                finding, rows, ratio = _row_by_row(pair, want, where, lay_out, excused.get(port, 0.0))
+                finding, rows, ratio = _row_by_row(pair, want, where, drawing, excused.get(port, 0.0))
         elif worst:
-            finding, rows, ratio = _bit_by_bit(pair, want, where, lay_out)
+            finding, rows, ratio = _bit_by_bit(pair, want, where, drawing)
         elif glance is not None:
             rows, ratio = got.numel(), 0.0
         result.rows += rows

@@ -55,16 +55,15 @@ def page(records: Sequence[Record]) -> str:
     overall = next(verdict for verdict in (Verdict.BROKEN, Verdict.UNKNOWN, Verdict.HOLDS) if verdict in verdicts)
     laws = {report.verdict for record in records for report in record.reports}
     template = environment(FOLDER).get_template("page.html.j2")
-    return str(
-        template.render(
-            checks=[_check(number, record) for number, record in enumerate(records)],
-            verdict=overall,
-            verdicts=[verdict for verdict in Verdict if verdict in laws],
-            words=text.WORDS,
-            script=script,
-            digest=digest,
-        )
+    rendered: str = template.render(
+        checks=[_check(number, record) for number, record in enumerate(records)],
+        verdict=overall,
+        verdicts=[verdict for verdict in Verdict if verdict in laws],
+        words=text.WORDS,
+        script=script,
+        digest=digest,
     )
+    return rendered.encode("utf-8", "replace").decode()  # what a process wrote may be no text
 
 
 def _check(number: int, record: Record) -> dict[str, Any]:
