@@ -24,7 +24,7 @@ from verify.bench.places import layout, where
 from verify.bench.trace_bench import layout_of
 from verify.cli import check_command, exits
 from verify.cli.main import main
-from verify.cli.terminal import marks_of
+from verify.cli.terminal import marks_of, print_line
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution.execute import execute
 from verify.execution.judge import judge
@@ -238,7 +238,11 @@ def test_a_report_has_a_picture_of_at_most_six_lines_in_blocks_or_in_ascii() -> 
 
 def test_a_stream_without_blocks_gets_ascii() -> None:
     for encoding, marks in (("utf-8", BLOCKS), ("ascii", ASCII), ("latin-1", ASCII)):
-        assert marks_of(io.TextIOWrapper(io.BytesIO(), encoding=encoding)) == marks
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        assert marks_of(stream) == marks
+        print_line("BROKEN · law", stream)
+        stream.seek(0)
+        assert stream.read() == ("BROKEN ? law\n" if encoding == "ascii" else "BROKEN · law\n")
 
 
 # The page

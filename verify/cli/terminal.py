@@ -62,10 +62,16 @@ def marks_of(out: TextIO) -> str:
 
 
 def write(text: str, out: TextIO) -> None:
-    """Write whole lines as they are, from any thread, and flush. Unwritable if the stream cannot take them."""
+    """Write whole lines as they are, from any thread, and flush. Characters that the stream cannot encode become question marks.
+
+    Unwritable if the stream cannot take the lines.
+    """
     with _lock, _erased(out):
         try:
-            out.write(text + "\n")
+            try:
+                out.write(text + "\n")
+            except UnicodeEncodeError as error:  # the encoding lacks a character
+                out.write(text.encode(error.encoding, "replace").decode(error.encoding) + "\n")
             out.flush()
         except BrokenPipeError:
             raise
