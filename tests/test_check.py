@@ -24,6 +24,7 @@ from properties.rules.domain import Domain
 from properties.rules.laws import LAWS
 from properties.traces.domain import TraceDomain
 from properties.words.example import Example
+from properties.words.sizes import with_drawing
 from tests.answering import Answering
 from tests.commands import Command
 from tests.faults import different
@@ -753,3 +754,8 @@ def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) 
     execute(Run("parallel", "gdn/layer", examples[0]), excused={"y": 3.0})
     assert excused
     assert all(outputs == {"y": 3.0} for outputs in excused)
+
+
+def test_the_declarations_do_not_show_what_the_check_sets() -> None:
+    described = asking.Described(RIGHT, with_drawing(Domain(backward=False), long=4096), "chunkwise", "torch")
+    assert described.lines()[1] == "  domain       Domain(backward=False), other fields as by default"

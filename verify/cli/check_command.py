@@ -306,7 +306,7 @@ def _head(checking: Check) -> Head:
         seed=settings.seed,
         laws=checking.asked,
         tune=settings.tune,
-        products=settings.products or described.products,
+        products=settings.products or (described.products if settings.device == "cuda" else "ieee"),
         under=settings.under,
         shard=(settings.shard.number, settings.shard.count),
         declares=described.lines(),

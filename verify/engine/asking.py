@@ -94,10 +94,11 @@ class Described:
 
 
 def _short(value: Any) -> str:
-    """The repr of a value; of a dataclass, without the fields that have their defaults."""
+    """The repr of a value; of a dataclass, without the fields that have their defaults and without what a check sets."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    changed = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    changed = [name for name in names if name != "drawing"]
     return f"{type(value).__name__}({', '.join(f'{name}={_short(getattr(value, name))}' for name in changed)})"
 
 
