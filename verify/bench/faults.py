@@ -10,15 +10,17 @@ from verify.adapters.serving import uses_stubs
 from verify.gpu import device as devices
 from verify.interpreter import Race, TooManyPrograms, UnknownTriton
 from verify.process.outcome import FailureKind, Finding
-from verify.process.stacks import in_kernel, unmarked
+from verify.process.stacks import in_kernel, short_path, unmarked
 
 
 class AdapterFault(Exception):
     """The implementation raised, or broke the contract of its outputs. `finding` says what happened."""
 
-    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "", port: str = "") -> None:
+    def __init__(
+        self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "", port: str = "", source: str = ""
+    ) -> None:
         super().__init__(what)
-        self.finding = Finding(output, kind, what, worst, detail=detail, port=port)
+        self.finding = Finding(output, kind, what, worst, detail=detail, port=port, source=source)
 
 
 class OutOfMemory(Exception):
@@ -44,7 +46,7 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
     if no_memory(error):
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
-        return AdapterFault(output, FailureKind.RACE, f"race: {error}", error.place), ""
+        return AdapterFault(output, FailureKind.RACE, f"race: {error}", error.place, source=_short(error.source)), ""
     if isinstance(error, TooManyPrograms):
         return Unavailable(str(error)), ""
     if isinstance(error, UnknownTriton | Unavailable):
@@ -55,9 +57,10 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
         return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
-        return AdapterFault(output, FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
+        return AdapterFault(output, FailureKind.CRASHED, f"crashed: {lost}", frame(error), source=source(error)), lost
     name = type(error).__name__
-    return AdapterFault(output, FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
+    what = f"raised {name}: {short(error)}"
+    return AdapterFault(output, FailureKind.RAISED, what, frame(error), detail=name, source=source(error)), lost
 
 
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
@@ -86,14 +89,25 @@ def short(error: BaseException) -> str:
 
 
 def frame(error: BaseException) -> str:
-    """Where an error was raised: the innermost frame, or the kernel's line if it was interpreted.
+    """Where an error was raised, in words: the file without its folders, so that the words are the same on every machine."""
+    at = _innermost(error)
+    return f"{at.filename.rpartition('/')[2]}:{at.lineno} in {unmarked(at.name)}" if at else ""
 
-    The text has no folders, so that it is the same on every machine.
-    """
+
+def source(error: BaseException) -> str:
+    """The file and line where an error was raised, with the folders below the package or the working directory."""
+    at = _innermost(error)
+    return _short(f"{at.filename}:{at.lineno}") if at else ""
+
+
+def _short(place: str) -> str:
+    file, _, line = place.rpartition(":")
+    return f"{short_path(file)}:{line}"
+
+
+def _innermost(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an error, or that of the kernel's line if it was interpreted."""
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # Triton's, around that of the kernel
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)[::-1]
-    if not frames:
-        return ""
-    at = frames[in_kernel([frame.filename for frame in frames])]
-    return f"{at.filename.rpartition('/')[2]}:{at.lineno} in {unmarked(at.name)}"
+    return frames[in_kernel([frame.filename for frame in frames])] if frames else None

@@ -29,6 +29,7 @@ from verify.cli.hosts import (
     place_of,
     read_deny_list,
     sanitizer_of,
+    tell_ranks,
     workers_of,
 )
 from verify.cli.options import SWEEP, chosen_laws
@@ -95,14 +96,17 @@ def check(options: argparse.Namespace) -> int:
                 command = _Command(options, spec, launch, backend, until, out)
                 if not several:
                     lines = opened.enter_context(JsonLines(options.json))  # after everything that may refuse the command
-                codes[spec] = command.run(lines, records)
+                codes[spec] = command.run(lines, records, opened)
             if codes[spec] == INTERRUPTED or (options.stop and codes[spec] == BROKEN):
                 break
         written = write_outputs(options, records) if records else True
         if several:
             print_line(_told_of(specs, codes), out)
         code = next((code for code in WORST if code in codes.values()), HOLDS)
-        return lines.code(code if written or code != HOLDS else UNDECIDED)
+        code = lines.code(code if written or code != HOLDS else UNDECIDED)
+        if launch is not None:
+            tell_ranks(command.workers, code)
+        return code
 
 
 @contextlib.contextmanager
@@ -192,12 +196,17 @@ class _Command:
             under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
         )
 
-    def run(self, lines: JsonLines, records: list[Record]) -> int:
-        """Run the check, and add its record to the others. Returns the exit code."""
+    def run(self, lines: JsonLines, records: list[Record], later: contextlib.ExitStack) -> int:
+        """Run the check, and add its record to the others. Returns the exit code.
+
+        Ranks of torchrun end `later`, with the command: torchrun may end this process as soon as one of them has failed.
+        """
         options, out, sanitizer, told = self._options, self._out, self._sanitizer, _Told()
-        start, workers = time.monotonic(), workers_of(options, self._launch, self._settings.device, sanitizer)
+        start = time.monotonic()
+        self.workers = workers = workers_of(options, self._launch, self._settings.device, sanitizer)
         checking = Check(self._settings, workers, self._store, examples=self._examples)
-        with sanitizer or contextlib.nullcontext(), ended(workers), progress() as on_case, checking:
+        with sanitizer or contextlib.nullcontext(), contextlib.ExitStack() as here, progress() as on_case, checking:
+            (here if self._launch is None else later).enter_context(ended(workers))
             checking.on_case = on_case
             checking.on_report = functools.partial(_print_report, out, lines, on_case)
             try:

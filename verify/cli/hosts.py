@@ -119,6 +119,13 @@ def ended(workers: int | list[Answering]) -> Iterator[None]:
             worker.close()
 
 
+def tell_ranks(workers: int | list[Answering], code: int) -> None:
+    """Under torchrun, let the other ranks end with the exit code of the command too, so that every host reports the same."""
+    for worker in workers if isinstance(workers, list) else ():
+        if isinstance(worker, TorchrunGroup):
+            worker.code = code
+
+
 def place_of(worker: Answering) -> str:
     """How the ranks of a path run, in words: simulated, or as processes over a backend."""
     return "ranks simulated" if isinstance(worker, Worker) else f"{worker.size} ranks over {worker.backend}"

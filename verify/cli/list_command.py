@@ -1,6 +1,7 @@
 """The verb `list`: operations, laws, adapters, and what this host can run."""
 
 import argparse
+import json
 from typing import Any
 
 from oracles.operations import OPERATIONS
@@ -13,12 +14,16 @@ from verify.cli.output import print_json
 from verify.cli.terminal import print_line
 from verify.engine.asking import describe
 from verify.engine.profiles import PROFILES
+from verify.findings.records.schema import schema
 from verify.gpu import record as gpu_record
 from verify.process.worker import Worker
 
 
 def list_all(options: argparse.Namespace) -> int:
     """Print operations, laws, adapters and the state of this host. Returns the exit code."""
+    if options.schema:
+        print_line(json.dumps(schema(), indent=2))
+        return HOLDS
     adapters: dict[str, Any] = {}
     with Worker() as worker:
         for name in BUILT_IN:

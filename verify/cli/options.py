@@ -16,6 +16,7 @@ from verify.process.choices import BACKENDS, DEVICES, TOOLS
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 SWEEP = "sweep"
+ANNOTATIONS = ("github",)
 LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
@@ -55,7 +56,9 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
         "with sweep, check runs all of them, one after the other",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="also write a JSON line for each law to FILE (-: to stdout, which then has nothing else)"
+        "--json",
+        metavar="FILE",
+        help="also write JSON lines to FILE: the check, each law and the end (-: to stdout, which then has nothing else)",
     )
 
 
@@ -69,6 +72,17 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files in which a check is shown elsewhere (verify/cli/outputs.py writes them)."""
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page about the check to FILE, which needs nothing but a browser to be read"
+    )
+    parser.add_argument("--junit", metavar="FILE", help="also write JUnit XML to FILE, with a test case for each law")
+    parser.add_argument(
+        "--markdown",
+        metavar="FILE",
+        help="also write a summary in Markdown to FILE (appended if the variable GITHUB_STEP_SUMMARY names FILE)",
+    )
+    parser.add_argument(
+        "--annotations",
+        choices=ANNOTATIONS,
+        help="at the end, also print workflow commands that mark broken and undecided laws in the files of a change",
     )
 
 

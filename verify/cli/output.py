@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import sys
 import time
@@ -77,11 +78,14 @@ class JsonLines:
 
 
 def check_writable(option: str, place: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done. The file is not changed. ValueError names the option."""
+    """Refuse a file that cannot be written, before any work is done. No file is changed or made. ValueError names the option."""
     if place is not None:
+        new = not os.path.lexists(place)
         try:
             with open(place, "a", encoding="utf-8"):
                 pass
+            if new:
+                pathlib.Path(place).unlink(missing_ok=True)  # another rank may have removed it
         except OSError as error:
             raise ValueError(f"{option} must name a file that can be written, got {place!r}: {error.strerror}") from None
 

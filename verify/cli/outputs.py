@@ -2,18 +2,30 @@
 
 import argparse
 import os
+import pathlib
+import sys
 import time
 from collections.abc import Sequence
 
 from verify.cli.options import SWEEP
 from verify.cli.output import check_writable, write_file
-from verify.cli.terminal import print_error
+from verify.cli.terminal import print_error, write
 from verify.findings.records import certificate, page, signature
+from verify.findings.records.github import annotations
+from verify.findings.records.junit import junit
+from verify.findings.records.markdown import markdown
 from verify.findings.records.record import Record
+
+MADE = {"junit": junit, "markdown": markdown}  # options that name a file, and what makes its text
 
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Refuse a file that cannot be written or made, before any work is done. ValueError names the option."""
+    for option in (*MADE, "annotations"):
+        if getattr(options, option) is not None and getattr(options, "tune", None) == SWEEP:
+            raise ValueError(f"--{option} must be left out with --tune sweep, which gives no verdict on laws")
+    for option in MADE:
+        check_writable(f"--{option}", getattr(options, option))
     _check_certificate(options)
     if options.html:
         page.check()
@@ -22,10 +34,25 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def write_outputs(options: argparse.Namespace, records: Sequence[Record]) -> bool:
     """Write the files that the options name. Returns whether all of them could be written; if not, stderr says why."""
+    if options.annotations:
+        for line in annotations(records):
+            write(line, sys.stderr if options.json == "-" else sys.stdout)
     written = _write_certificate(options, records)
+    for option, made in MADE.items():
+        if (place := getattr(options, option)) is not None:
+            written &= write_file(place, _before(place) + made(records))
     if options.html:
         written &= write_file(options.html, page.page(records))
     return written
+
+
+def _before(place: str) -> str:
+    """What stays in a file: GitHub collects the summaries of several commands in one file."""
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    try:
+        return pathlib.Path(place).read_text(encoding="utf-8") if summary and os.path.samefile(place, summary) else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _check_certificate(options: argparse.Namespace) -> None:

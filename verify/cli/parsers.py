@@ -118,6 +118,7 @@ def parser() -> OptionParser:
 
     listing = verb("list", "list_command:list_all", "print operations, laws, adapters, and what this host can run")
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    listing.add_argument("--schema", action="store_true", help="the JSON Schema of the lines that check and soak --json write")
     _check(verb("check", "check_command:check", "check an adapter against the laws"))
     _merge(verb("merge", "merge_command:act", "join the records of a check's shards into one verdict"))
     _draw(verb("draw", "draw_command:draw", "print the lines of the cases that check would run"))

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
+from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, tell_ranks, workers_of
 from verify.cli.output import print_json, print_troubles
 from verify.cli.terminal import print_error, print_line
 from verify.engine.asking import ask, describe, interpreted
@@ -44,6 +44,8 @@ def repeat(options: argparse.Namespace) -> int:
             print_error(warning)
         versions, defects = described.versions, known.of(run.adapter).on(described.device)
         outcome = ask(run, worker, store, defects=defects.deny_list)
+        code = {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
+        tell_ranks(workers, code)
     store.close()
     if outcome.verdict is Verdict.BROKEN:
         store.keep(
@@ -62,4 +64,4 @@ def repeat(options: argparse.Namespace) -> int:
         print_json(data)
     else:
         print_line(text.outcome_text(run, outcome, versions))
-    return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
+    return code

@@ -1,10 +1,14 @@
 """The verb `soak`: check several adapters in rounds."""
 
 import argparse
+import dataclasses
 import random
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any, TextIO
 
+from verify import __version__
 from verify.cli.exits import INTERRUPTED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
@@ -15,6 +19,7 @@ from verify.engine.profiles import PROFILES
 from verify.findings import known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out, reach_of
+from verify.findings.records.record import End, Head, end_line, head_line, law_line
 from verify.ranks.torchrun import launched
 from verify.reach import report as reach_report
 
@@ -40,7 +45,7 @@ def soak_all(options: argparse.Namespace) -> int:
         words += [f"--law {law}" for law in asked or ()]
         print_line(" ".join([f"round {this.number}: gdn-verify {this}", *words]), sys.stderr)
 
-    def told(report: LawReport) -> None:
+    def ended(report: LawReport) -> None:
         label = f"{report.adapter} " if len(soaking.specs) > 1 else ""
         on_case(label + report.law, report.planned, report.planned)  # the law is over
         if not report.same_as:
@@ -64,7 +69,7 @@ def soak_all(options: argparse.Namespace) -> int:
             known=options.known,
             on_round=begun,
             on_case=on_case,
-            on_report=told,
+            on_report=ended,
         )
         with soaking:
             try:
@@ -79,19 +84,55 @@ def soak_all(options: argparse.Namespace) -> int:
                     raise RuntimeError(str(error)) from error  # an error inside gdn-verify, not bad usage
             except KeyboardInterrupt:
                 interrupted = True
-        for report in soaking.reports:
-            lines(report.to_json())
+        wall_s, looked_at = time.monotonic() - start, {spec: _looked_at(soaking, spec, out) for spec in soaking.described}
+        for spec, told in looked_at.items():
+            code = INTERRUPTED if interrupted else exit_code(_reports_of(soaking, spec))
+            for data in _record(options, soaking, spec, End(code, wall_s, interrupted, looked_at=told)):
+                lines(data)
     print_troubles(store, examples)
-    for spec, description in soaking.described.items():
-        reach = reach_of(report for report in soaking.reports if report.adapter == spec)
-        width = width_of(out, reach_report.WIDTH)
-        for line in reach_report.report(reach, description.omits, parameters=asked is None, width=width):
+    for spec, told in looked_at.items():
+        for line in told:
             print_line(f"{spec}  {line}" if len(soaking.described) > 1 else line, out)
     for line in left_out(soaking.reports):
         print_line(line, out)
     print_line("\n".join(text.table(soaking.reports)), out)
-    summary = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start, soaking.processes)
+    summary = soak.summary(soaking.reports, soaking.rounds, wall_s, soaking.processes)
     print_line(("interrupted: " if interrupted else "") + summary, out)
     if notice := text.fault_notice(soaking.reports):
         print_line(notice, out)
     return INTERRUPTED if interrupted else lines.code(exit_code(soaking.reports))
+
+
+def _reports_of(soaking: soak.Soak, spec: str) -> list[LawReport]:
+    return [report for report in soaking.reports if report.adapter == spec]
+
+
+def _looked_at(soaking: soak.Soak, spec: str, out: TextIO) -> list[str]:
+    """The lines about what the cases of an adapter looked at."""
+    return reach_report.report(
+        reach_of(_reports_of(soaking, spec)),
+        soaking.described[spec].omits,
+        parameters=soaking.laws is None,
+        width=width_of(out, reach_report.WIDTH),
+    )
+
+
+def _record(options: argparse.Namespace, soaking: soak.Soak, spec: str, end: End) -> Iterator[dict[str, Any]]:
+    """The record of all rounds of an adapter."""
+    reports, described = _reports_of(soaking, spec), soaking.described[spec]
+    yield head_line(
+        Head(
+            adapter=spec,
+            gdn_verify=__version__,
+            versions=described.versions,
+            device=described.device,
+            profile=options.profile or "soak",
+            seed=soaking.seed,
+            laws=[report.law for report in reports],
+            tune=options.tune or "",
+            products=options.products or described.products,
+            declares=described.lines(),
+        )
+    )
+    yield from map(law_line, reports)
+    yield end_line(dataclasses.replace(end, left_out=left_out(reports), reach=reach_of(reports)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from verify.execution.line import Run
-from verify.process.outcome import Finding, Outcome, Verdict
+from verify.process.outcome import Finding, Outcome, Verdict, plain_number
 from verify.process.reach import Reach
 from verify.reach import statements
 
@@ -70,7 +70,7 @@ class LawReport:
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data. Infinity, which JSON lacks, is a string."""
         data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
         data["reach"] = self.reach.to_json()
         del data["reach"]["lines"]
@@ -78,6 +78,7 @@ class LawReport:
         data["reach"]["statements"] = {f"{function.file}:{function.function}": function.to_json() for function in found}
         for name in ("findings", "first_findings"):
             data[name] = [finding.to_json() for finding in getattr(self, name)]
+        data["ratios"] = {name: plain_number(ratio) for name, ratio in self.ratios.items()}
         return data
 
     def count(self, run: Run, outcome: Outcome) -> None:

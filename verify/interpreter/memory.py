@@ -366,12 +366,12 @@ def _by_memory(pointers: Any, mask: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def place() -> str:
-    """The file and line of the running kernel."""
+    """The file and line of the running kernel, with all folders."""
     frame = sys._getframe()
     ours = os.path.dirname(__file__), os.path.dirname(sys.modules["triton"].__file__ or ""), os.path.dirname(np.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _bits(width: int) -> Any:

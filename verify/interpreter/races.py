@@ -11,6 +11,7 @@ after the other. If it writes what it wrote before, it did not use what it read,
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,17 +44,17 @@ def are_accepted() -> bool:
 class Race(Exception):
     """Two programs of a launch access the same bytes, and the result depends on their order.
 
-    `place` is the file and line of one of the accesses.
+    `source` is the file and line of one of the accesses, with all folders, and `place` is the same without folders.
     """
 
-    def __init__(self, what: str, place: str) -> None:
+    def __init__(self, what: str, source: str) -> None:
         super().__init__(what)
-        self.place = place
+        self.source, self.place = source, os.path.basename(source)
 
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """Two programs that may race: their numbers in the grid, in ascending order, and the line of the kernel that showed it."""
+    """Two programs that may race: their numbers in the grid, in ascending order, and the kernel's file and line that showed it."""
 
     programs: tuple[int, int]
     place: str

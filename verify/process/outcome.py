@@ -75,6 +75,7 @@ class Finding:
     - `wrote`: of a call that raised, the last lines that its process, and those beside it, wrote to stdout and stderr meanwhile
     - `port`: the output or gradient alone, such as "dq"; by default it is `output`
     - `picture`: where the rows are off; None if no rows were compared, or if nobody knows what their axes are
+    - `source`: of a call that raised or raced, the file and line of the code that did so, such as "my_kernels/rule.py:41"
     """
 
     output: str
@@ -94,6 +95,7 @@ class Finding:
     wrote: tuple[str, ...] = ()
     port: str = ""
     picture: Picture | None = dataclasses.field(default=None, compare=False)
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not self.port:
@@ -126,9 +128,9 @@ class Finding:
         data = dataclasses.asdict(dataclasses.replace(self, picture=None))
         data["picture"] = self.picture and self.picture.to_json()
         for name in ("error", "allowed"):
-            data[name] = _plain(data[name])
+            data[name] = plain_number(data[name])
         for name in ("got", "want"):
-            data[name] = [_plain(value) for value in data[name]]
+            data[name] = [plain_number(value) for value in data[name]]
         return data
 
     @classmethod
@@ -151,7 +153,8 @@ class Finding:
         )
 
 
-def _plain(value: float) -> float | str:
+def plain_number(value: float) -> float | str:
+    """A number as JSON can have it: NaN and infinity are strings."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -7,6 +7,7 @@ with the stack, whichever process, host or folder the stack came from.
 import dataclasses
 import enum
 import os
+import pathlib
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,18 @@ def innermost(wrote: str) -> str:
     """Where the process was, such as "run (kernel.py:12)"; "" if faulthandler wrote no stack."""
     stack = frames(wrote)
     return str(stack[in_kernel([frame.file for frame in stack])]) if stack else ""
+
+
+def short_path(file: str) -> str:
+    """The path of a file, from its package or from the working directory on."""
+    parts = pathlib.Path(file).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    try:
+        return pathlib.Path(file).relative_to(pathlib.Path.cwd()).as_posix()
+    except ValueError:
+        return file
 
 
 _INTERPRETER = "/verify/interpreter/"

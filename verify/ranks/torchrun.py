@@ -25,6 +25,7 @@ PULSE_S = 1.0
 SILENT_S = 20.0  # a supervisor without a pulse for so long counts as gone
 DISMISS_S = 5.0  # how long the leader waits for its followers to end, since the store may end with the leader
 UNDECIDED = 3  # the exit code of a follower whose leader is gone
+LINGER_S = 2.0  # how much longer a follower of a failed check lives: torchrun ends all ranks of a host when the first one fails
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +76,14 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 class TorchrunGroup(Group):
     """The ranks that torchrun started, led by the supervisor of rank 0. It can be used in place of a `Worker`.
 
-    The other supervisors must call `follow`; closing the group ends them too. On SIGTERM, with which torchrun ends a job, this
-    process ends its worker first. ValueError on any rank but 0.
+    The other supervisors must call `follow`; closing the group ends them too, with the exit code `code`. On SIGTERM, with which
+    torchrun ends a job, this process ends its worker first. ValueError on any rank but 0.
     """
 
     def __init__(self, launch: Launch, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
         if launch.rank:
             raise ValueError(f"rank 0 leads, the others follow; this is rank {launch.rank}")
+        self.code = UNDECIDED  # until the leader knows better
         _exit_on_sigterm()
         words = environment(backend, 0, launch.size, launch.local_rank, one_host=launch.one_host)
         self._store = launch.store()
@@ -95,7 +97,7 @@ class TorchrunGroup(Group):
         super().close()
         with contextlib.suppress(RuntimeError):  # the store may be gone, and the followers with it
             for remote in self._remotes:
-                remote.dismiss()
+                remote.dismiss(self.code)
             end = time.monotonic() + DISMISS_S
             while not all(remote.left for remote in self._remotes) and time.monotonic() < end:
                 time.sleep(IDLE_S)
@@ -105,7 +107,7 @@ class TorchrunGroup(Group):
 def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> int:
     """Data the leader's questions with the worker of this rank until the leader dismisses it.
 
-    Returns the exit code: 0, or 3 if the leader or the store is gone.
+    Returns the exit code: that of the leader, or 3 if the leader or the store is gone. So torchrun reports the same on every host.
     """
     _exit_on_sigterm()
     words = environment(backend, launch.rank, launch.size, launch.local_rank, one_host=launch.one_host)
@@ -114,11 +116,13 @@ def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> i
         pulse = _Pulse(store, launch.rank)
         try:
             with Worker(environment=words, serves=serves) as worker:
-                return _serve(worker, store, launch.rank)
+                code = _serve(worker, store, launch.rank)
         finally:
             pulse.stop()
             with contextlib.suppress(RuntimeError):
                 _Mail(store, f"gone/{launch.rank}").put({})
+        time.sleep(LINGER_S if code else 0.0)
+        return code
     except torch.distributed.DistError as error:
         print(f"gdn-verify: rank {launch.rank}: the store is gone: {str(error)[:200]}", file=sys.stderr)  # noqa: T201
         return UNDECIDED
@@ -148,7 +152,7 @@ def _serve(worker: Worker, store: Store, rank: int) -> int:
         try:
             if order is not None:
                 if order["do"] == "dismiss":
-                    return 0
+                    return int(order["code"])
                 attempt(order)
             answer = worker.receive() if running else None
         except WorkerLost as lost:
@@ -279,9 +283,9 @@ class _Remote:
         """Kill the worker. Its supervisor waits for its end before it starts another one."""
         self.kill()
 
-    def dismiss(self) -> None:
-        """Let the other supervisor exit. `left` is True once it has."""
-        self._orders.put({"do": "dismiss"})
+    def dismiss(self, code: int) -> None:
+        """Let the other supervisor exit with a code. `left` is True once it does."""
+        self._orders.put({"do": "dismiss", "code": code})
 
     @property
     def left(self) -> bool:

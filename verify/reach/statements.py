@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import coverage
 
+from verify.process.stacks import short_path
+
 # Decorators of functions that do not run as Python, but are compiled: those of Triton, Gluon, CuTe and Helion.
 KERNELS = ("jit", "kernel")
 ATTEMPTS, PAUSE_S = 50, 0.1  # to parse a file
@@ -67,7 +69,7 @@ def _of_file(file: str, ran: Collection[int]) -> Iterator[Statements]:
     begun = {first[bisect.bisect_right(first, line) - 1] for line in ran}  # of a statement of several lines, the first one
     for name, lines in functions.items():
         if name and lines & begun:
-            yield Statements(name, _short(file), tuple(sorted(lines & begun)), tuple(sorted(lines - begun)))
+            yield Statements(name, short_path(file), tuple(sorted(lines & begun)), tuple(sorted(lines - begun)))
 
 
 @functools.lru_cache(64)
@@ -117,15 +119,3 @@ def _kernels(tree: ast.AST) -> set[int]:
 
 def _decorators(node: ast.FunctionDef) -> Iterator[ast.expr]:
     return (decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list)
-
-
-def _short(file: str) -> str:
-    """The path of a file, from its package or from the working directory on."""
-    parts = pathlib.Path(file).parts
-    for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return "/".join(parts[parts.index(folder) + 1 :])
-    try:
-        return pathlib.Path(file).relative_to(pathlib.Path.cwd()).as_posix()
-    except ValueError:
-        return file
