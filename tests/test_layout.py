@@ -37,6 +37,7 @@ LIBRARIES = {
             "matplotlib",
             "msgspec",
             "shtab",
+            "junitparser",
         ),
         "gdn_verify",  # ours, beside the folders: it has a name that no other module has
     },

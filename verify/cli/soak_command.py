@@ -5,8 +5,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from verify import __version__
 from verify.cli.exits import INTERRUPTED, exit_code
@@ -19,7 +18,7 @@ from verify.engine.profiles import PROFILES
 from verify.findings import known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out, reach_of
-from verify.findings.records.record import End, Head, end_line, head_line, law_line
+from verify.findings.records.record import End, Head, Record, lines_of
 from verify.ranks.torchrun import launched
 from verify.reach import report as reach_report
 
@@ -87,7 +86,7 @@ def soak_all(options: argparse.Namespace) -> int:
         wall_s, looked_at = time.monotonic() - start, {spec: _looked_at(soaking, spec, out) for spec in soaking.described}
         for spec, told in looked_at.items():
             code = INTERRUPTED if interrupted else exit_code(_reports_of(soaking, spec))
-            for data in _record(options, soaking, spec, End(code, wall_s, interrupted, looked_at=told)):
+            for data in lines_of(_record(options, soaking, spec, End(code, wall_s, interrupted, looked_at=told))):
                 lines(data)
     print_troubles(store, examples)
     for spec, told in looked_at.items():
@@ -117,22 +116,20 @@ def _looked_at(soaking: soak.Soak, spec: str, out: TextIO) -> list[str]:
     )
 
 
-def _record(options: argparse.Namespace, soaking: soak.Soak, spec: str, end: End) -> Iterator[dict[str, Any]]:
+def _record(options: argparse.Namespace, soaking: soak.Soak, spec: str, end: End) -> Record:
     """The record of all rounds of an adapter."""
     reports, described = _reports_of(soaking, spec), soaking.described[spec]
-    yield head_line(
-        Head(
-            adapter=spec,
-            gdn_verify=__version__,
-            versions=described.versions,
-            device=described.device,
-            profile=options.profile or "soak",
-            seed=soaking.seed,
-            laws=[report.law for report in reports],
-            tune=options.tune or "",
-            products=options.products or described.products,
-            declares=described.lines(),
-        )
+    head = Head(
+        adapter=spec,
+        gdn_verify=__version__,
+        versions=described.versions,
+        device=described.device,
+        profile=options.profile or "soak",
+        seed=soaking.seed,
+        laws=[report.law for report in reports],
+        tune=options.tune or "",
+        products=options.products or described.products,
+        declares=described.lines(),
+        omits=dict(described.omits),
     )
-    yield from map(law_line, reports)
-    yield end_line(dataclasses.replace(end, left_out=left_out(reports), reach=reach_of(reports)))
+    return Record(head, reports, dataclasses.replace(end, left_out=left_out(reports), reach=reach_of(reports)))
