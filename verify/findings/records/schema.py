@@ -13,7 +13,7 @@ from verify.findings.records.record import CHECK, END, LAW, SCHEMA, End, Head
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TITLE = "A line of JSON that gdn-verify check and soak write"
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}  # JSON lacks the others
-KINDS = {CHECK: Head, LAW: LawReport, END: End}
+CLASSES = {CHECK: Head, LAW: LawReport, END: End}
 TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 # Of a reach, what its JSON form has (Reach.to_json and LawReport.to_json).
 VALUES = {
@@ -34,16 +34,16 @@ STATEMENTS = {
 
 def schema() -> dict[str, Any]:
     """The schema of one line: the object of a check's beginning, of a law or of its end."""
-    _, parts = msgspec.json.schema_components(KINDS.values(), ref_template="#/$defs/{name}")
+    _, parts = msgspec.json.schema_components(CLASSES.values(), ref_template="#/$defs/{name}")
     del parts["Reach"], parts["Values"]
     parts = {name: _written(part) for name, part in sorted(parts.items())}
-    for record, kind in KINDS.items():
+    for record, kind in CLASSES.items():
         part = parts[kind.__name__]
         part["properties"] = {"schema": {"const": SCHEMA}, "record": {"const": record}, **part["properties"]}
         part["required"] = [*part["properties"]]
     parts[LawReport.__name__]["properties"]["reach"] = _reach("statements", STATEMENTS)
     parts[End.__name__]["properties"]["reach"] = _reach("lines", LINES)
-    choices = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in KINDS.values()]
+    choices = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in CLASSES.values()]
     return {"$schema": DIALECT, "title": TITLE, "oneOf": choices, "$defs": parts}
 
 
