@@ -25,7 +25,7 @@ PULSE_S = 1.0
 SILENT_S = 20.0  # a supervisor without a pulse for so long counts as gone
 DISMISS_S = 5.0  # how long the leader waits for its followers to end, since the store may end with the leader
 UNDECIDED = 3  # the exit code of a follower whose leader is gone
-LINGER_S = 2.0  # how much longer a follower of a failed check lives: torchrun ends all ranks of a host when the first one fails
+LINGER_S = 3.0  # how long the leader of a failed check outlives its followers, so that each torchrun sees a failure of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,8 @@ class TorchrunGroup(Group):
             end = time.monotonic() + DISMISS_S
             while not all(remote.left for remote in self._remotes) and time.monotonic() < end:
                 time.sleep(IDLE_S)
+            # The torchrun of this host may host the store of the others. It ends as soon as a rank of its own has failed.
+            time.sleep(LINGER_S if self.code and self._remotes else 0.0)
         self._pulse.stop()
 
 
@@ -121,7 +123,6 @@ def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> i
             pulse.stop()
             with contextlib.suppress(RuntimeError):
                 _Mail(store, f"gone/{launch.rank}").put({})
-        time.sleep(LINGER_S if code else 0.0)
         return code
     except torch.distributed.DistError as error:
         print(f"gdn-verify: rank {launch.rank}: the store is gone: {str(error)[:200]}", file=sys.stderr)  # noqa: T201
