@@ -1,7 +1,6 @@
 """A soak goes on, each round with other cases, each of which can be run again; it ends in time, and says all it saw."""
 
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -25,6 +24,7 @@ from verify.engine.soak import PACE, Round, Soak, merged, round_seed, summary
 from verify.execution.line import Run
 from verify.findings import report
 from verify.findings.law_report import LawReport
+from verify.findings.records.record import read
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.process.messages import Tunings
@@ -327,8 +327,13 @@ def test_the_command_line_prints_a_table_and_json_lines(
     assert re.search(r"^1 holds, 1 broken of 2 laws of 2 adapters; \d+ rounds, \d+ cases in \d+ s, [\d.e+]+ a second", lines[-1])
     want = f"round 1: gdn-verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
     assert want in err.splitlines()
-    data = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [(record["adapter"], record["verdict"]) for record in data] == [(RIGHT, "holds"), ("zoo/ChangesBeta", "broken")]
+    right, wrong = read(str(tmp_path / "out"))
+    assert [(record.head.adapter, record.verdict, len(record.reports)) for record in (right, wrong)] == [
+        (RIGHT, Verdict.HOLDS, 1),
+        ("zoo/ChangesBeta", Verdict.BROKEN, 1),
+    ]
+    assert right.end is not None and right.end.exit_code == exits.HOLDS and right.end.looked_at
+    assert wrong.end is not None and wrong.end.exit_code == exits.BROKEN
     assert (tmp_path / ".gdn-verify" / "examples.txt").read_text().count("\n") == 2
 
 
