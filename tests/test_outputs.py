@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from tests.answering import Answering
+from verify.bench.faults import AdapterFault, blamed
 from verify.cli import check_command, exits
 from verify.cli.main import main
 from verify.engine import explaining
@@ -30,6 +31,7 @@ from verify.findings.records.markdown import markdown
 from verify.findings.records.places import place_of
 from verify.findings.records.record import End, Head, Record, lines_of
 from verify.findings.records.schema import schema
+from verify.interpreter import Race
 from verify.process.outcome import FailureKind, Finding, Verdict
 from verify.process.reach import Reach
 
@@ -222,6 +224,18 @@ def test_an_annotation_is_at_the_nearest_code_of_the_user(
     assert (properties.get("file"), properties.get("line")) == ((place[0], str(place[1])) if place else (None, None))
 
 
+def test_a_finding_has_the_place_of_the_code_that_raised_or_raced() -> None:
+    fault, _ = blamed(Race("both write o[0]", "/opt/lib/site-packages/kernels/rule.py:7"), "cpu")
+    assert isinstance(fault, AdapterFault)
+    assert (fault.finding.source, fault.finding.worst) == ("kernels/rule.py:7", "rule.py:7")
+    with pytest.raises(ValueError, match="odd") as raised:
+        raise ValueError("odd")
+    fault, _ = blamed(raised.value, "cpu")
+    line = raised.traceback[-1].lineno + 1
+    assert isinstance(fault, AdapterFault)
+    assert fault.finding.source in (f"tests/test_outputs.py:{line}", f"{__file__}:{line}")
+
+
 # Markdown
 
 
@@ -260,6 +274,22 @@ def test_a_summary_of_a_step_is_added_and_any_other_file_is_replaced(
     assert (tmp_path / "summary.md").read_text() == "before\n" + (tmp_path / "other.md").read_text()
     assert ElementTree.parse(tmp_path / "junit.xml").getroot().get("failures") == "1"
     assert capsys.readouterr().out.splitlines()[-2].startswith("::error title=gdn-verify%3A cut is broken%2C my.py%3AKernel::")
+
+
+def test_annotations_leave_stdout_to_json_and_a_sweep_has_none(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering(lambda run: 4.0)])
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 0)
+    words = ["check", str(ROOT / RIGHT), "--law", "pure", "--profile", "least", "--annotations", "github"]
+    assert main([*words, "--json", "-"]) == exits.BROKEN
+    told = capsys.readouterr()
+    assert "\n::error title=" in told.err
+    assert [json.loads(line)["record"] for line in told.out.splitlines()] == ["check", "law", "end"]
+    for option in (["--junit", "file"], ["--markdown", "file"], ["--annotations", "github"]):
+        assert main(["check", "fla/chunk", "--tune", "sweep", *option]) == exits.USAGE
+        assert f"{option[0]} must be left out with --tune sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--junit", "--markdown"])
