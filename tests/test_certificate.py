@@ -133,7 +133,7 @@ def test_a_kernel_that_changes_while_the_check_runs_gets_no_certificate(
     os.utime("kernels/mine.py", (later, later))
     assert main([*CHECK, *FILE]) == exits.UNDECIDED
     assert "mine.py has changed while the check ran" in capfd.readouterr().err
-    assert pathlib.Path("c.json").read_text() == ""
+    assert not pathlib.Path("c.json").exists()
 
 
 @for_each(
