@@ -381,8 +381,8 @@ def changes(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def paths(data: Any, before: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
-    """The places of all values, but for numbers of a reach that may be null."""
+    """The places of all values, but for pictures and for numbers of a reach, which may be null."""
     for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
-        if key not in ("low", "high"):
+        if key not in ("low", "high", "picture"):
             yield (*before, key)
         yield from paths(value, (*before, key))
