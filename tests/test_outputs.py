@@ -33,6 +33,7 @@ from verify.findings.records.record import End, Head, Record, lines_of
 from verify.findings.records.schema import schema
 from verify.interpreter import Race
 from verify.process.outcome import FailureKind, Finding, Verdict
+from verify.process.picture import Picture
 from verify.process.reach import Reach
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -359,6 +360,8 @@ def test_records_of_checks_fit_the_schema_and_changed_ones_do_not(
 def test_a_record_with_everything_fits_the_schema_and_changed_ones_do_not() -> None:
     reach = Reach(sizes={"tokens": 9}, functions={"a:f": {}}, blocks={"k:f": {"12": True}}, lines={"my.py": {1, 3}})
     record = record_of("inf", end=End(1, 2.0, refusals={"refuses": ["odd"]}, reach=reach))
+    picture = Picture("token", "head", "sequence", ((0, 0, 3), (1, 0, 3)), ((0, 1),), ((0.5, float("nan")),))
+    record.reports[1].findings.append(dataclasses.replace(finding("odd"), picture=picture))
     for line in json.loads(json.dumps(lines_of(record), allow_nan=False)):
         assert valid(line)
         for changed in changes(line):
