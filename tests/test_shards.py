@@ -111,7 +111,7 @@ def test_shards_run_the_lines_of_the_whole_and_none_twice(
         for number, (_, found) in enumerate(shards, 1)
     ]
     (check,) = merged(records)
-    of_law = {report.law: report for report in check.record.reports}
+    of_law = {report.law: report for report in check.reports}
     for report in reports:
         other = of_law[report.law]
         assert (other.verdict, other.counts, other.ratios, other.regimes, other.planned) == (
@@ -225,6 +225,15 @@ def test_records_of_two_checks_are_refused(
     assert says in capsys.readouterr().err
 
 
+def test_a_missing_shard_is_told_wherever_the_check_is_shown(tmp_path: pathlib.Path) -> None:
+    files = [str(tmp_path / name) for name in ("junit.xml", "summary.md", "page.html")]
+    places = written(tmp_path, record(2, 3, BOTH))
+    words = [word for pair in zip(("--junit", "--markdown", "--html"), files, strict=True) for word in pair]
+    assert main(["merge", *places, *words]) == exits.UNDECIDED
+    for file in files:
+        assert "shard 1/3 is missing" in pathlib.Path(file).read_text(encoding="utf-8"), file
+
+
 def test_checks_of_several_adapters_are_merged_each_alone(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = dataclasses.replace(BROKEN, adapter="other.py:Kernel")
     places = written(tmp_path, record(1, 1, BOTH), record(1, 1, [other], adapter="other.py:Kernel", laws=["cut"]))
@@ -241,8 +250,8 @@ def test_of_several_broken_shards_the_shortest_line_that_repeats_is_told(tmp_pat
     shorter = dataclasses.replace(BROKEN, run=BROKEN.run.replace("lengths=65 ", ""), repeats="no")
     records = [record(number, 3, [one]) for number, one in enumerate((longer, shorter, BROKEN), 1)]
     (check,) = merged([("file", one) for one in records])
-    assert check.record.reports[0].run == BROKEN.run
-    assert check.record.reports[0].counts == {"broken": 3}
+    assert check.reports[0].run == BROKEN.run
+    assert check.reports[0].counts == {"broken": 3}
 
 
 # Records

@@ -9,7 +9,7 @@ from verify.cli.output import JsonLines
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
 from verify.findings import report as text
-from verify.findings.records.merging import Merged, merged
+from verify.findings.records.merging import merged
 from verify.findings.records.record import Record, lines_of, read
 from verify.process.outcome import Verdict
 from verify.reach import report as reach_report
@@ -24,8 +24,8 @@ def act(options: argparse.Namespace) -> int:
     with JsonLines(options.json) as lines:
         for check in checks:
             code = _code(options, check)
-            record = check.record.ended(code)
-            _print(check, len(options.record), code, out)
+            record = check.ended(code)
+            _print(record, len(options.record), out)
             for line in lines_of(record):
                 lines(line)
             codes.append(code)
@@ -35,18 +35,17 @@ def act(options: argparse.Namespace) -> int:
         return lines.code(worst if written or worst != HOLDS else UNDECIDED)
 
 
-def _code(options: argparse.Namespace, check: Merged) -> int:
+def _code(options: argparse.Namespace, record: Record) -> int:
     """The exit code of one check."""
-    end, reports = check.record.end, check.record.reports
+    end, reports = record.end, record.reports
     assert end is not None
     missed = bool(end.not_run) or any(report.cut_short for report in reports)
-    code = exit_code(reports, all_asked=not check.lacks and (options.budget_ok or not missed))
-    gaps = options.strict_reach and reach_report.gaps_of(end.reach, check.record.head.omits)
+    code = exit_code(reports, all_asked=not end.lacks and (options.budget_ok or not missed))
+    gaps = options.strict_reach and reach_report.gaps_of(end.reach, record.head.omits)
     return UNDECIDED if code == HOLDS and gaps else code
 
 
-def _print(check: Merged, files: int, code: int, out: TextIO) -> None:
-    record = check.record
+def _print(record: Record, files: int, out: TextIO) -> None:
     head, end = record.head, record.end
     assert end is not None
     print_line(f"{head.adapter}  {head.versions}  profile {head.profile}, seed {head.seed}, merged from {files} records", out)
@@ -56,12 +55,12 @@ def _print(check: Merged, files: int, code: int, out: TextIO) -> None:
         told = text.failure(report, width_of(out, text.WIDTH), marks_of(out)) if broken else text.law_line(report)
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     regimes = ["cases by regime:", *end.regimes] if end.regimes else []
-    for part in (regimes, text.refusal_lines(end.refusals), end.looked_at, end.left_out, end.causes, check.lacks):
+    for part in (regimes, text.refusal_lines(end.refusals), end.looked_at, end.left_out, end.causes, end.lacks):
         if part:
             print_line("\n".join(part), out)
     if end.not_run:
         print_line(f"not run: {', '.join(end.not_run)}", out)
     verdicts = text.verdict_counts(record.reports)
     print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
-    if code == UNDECIDED and not check.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:
+    if end.exit_code == UNDECIDED and not end.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:
         print_line("undecided: not all that was asked for was run or looked at", out)

@@ -53,13 +53,14 @@ def entries(record: Record) -> list[Entry]:
     found += _not_run(record)
     if record.verdict is Verdict.UNKNOWN and not any(entry.verdict is Verdict.UNKNOWN and not entry.skipped for entry in found):
         code = "the check did not end" if record.end is None else f"the check ended with exit code {record.end.exit_code}"
+        code = record.end.lacks[0] if record.end is not None and record.end.lacks else code
         found.append(Entry(CHECK, Verdict.UNKNOWN, code, "\n".join([code, *not_looked_at(record)])))
     return found
 
 
 def not_looked_at(record: Record) -> list[str]:
-    """The lines about what no case looked at."""
-    return list(record.end.looked_at) if record.end is not None else []
+    """What is missing of a merged check, and the lines about what no case looked at."""
+    return [*record.end.lacks, *record.end.looked_at] if record.end is not None else []
 
 
 def name_of(record: Record) -> str:

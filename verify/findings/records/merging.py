@@ -14,15 +14,7 @@ from verify.reach import report as reach_report
 Placed = tuple[str, Record]  # the file of a record, and the record
 
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """One check. `lacks` says, a line each, what of it is missing: shards that are not there, or that never ended."""
-
-    record: Record
-    lacks: list[str]
-
-
-def merged(records: Iterable[Placed]) -> list[Merged]:
+def merged(records: Iterable[Placed]) -> list[Record]:
     """Merge the shards of each adapter's check. ValueError if two records are not of one check, or the same shard of it."""
     by_adapter = dict[str, list[Placed]]()
     for place, record in records:
@@ -30,7 +22,7 @@ def merged(records: Iterable[Placed]) -> list[Merged]:
     return [_merged(shards) for shards in by_adapter.values()]
 
 
-def _merged(placed: Sequence[Placed]) -> Merged:
+def _merged(placed: Sequence[Placed]) -> Record:
     (first_place, first), *others = placed
     for place, record in others:
         _check_alike(first_place, first.head, place, record.head)
@@ -48,7 +40,8 @@ def _merged(placed: Sequence[Placed]) -> Merged:
     shards = [record for _, record in sorted(placed, key=lambda one: one[1].head.shard)]
     reports = [_law([report for shard in shards for report in shard.reports if report.law == law]) for law in first.head.laws]
     head = dataclasses.replace(first.head, shard=(1, 1))
-    return Merged(Record(head, [report for report in reports if report is not None], _end(head, shards, reports)), lacks)
+    decided = [report for report in reports if report is not None]
+    return Record(head, decided, dataclasses.replace(_end(head, shards, decided), lacks=lacks))
 
 
 def _shard(record: Record) -> str:
@@ -117,10 +110,9 @@ def _largest(ratios: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return largest
 
 
-def _end(head: Head, shards: Sequence[Record], reports: Sequence[LawReport | None]) -> End:
+def _end(head: Head, shards: Sequence[Record], decided: Sequence[LawReport]) -> End:
     """The end of the whole check. Its exit code is left to the verb, which knows what its options forgive."""
     ends = [shard.end for shard in shards if shard.end is not None]
-    decided = [report for report in reports if report is not None]
     reach, refusals = Reach(), dict[str, list[str]]()
     for end in ends:
         reach.add(end.reach)

@@ -54,6 +54,7 @@ class End:
 
     - `exit_code`: of the command, for this check alone
     - `not_run`: the laws of which no case was run
+    - `lacks`: of a merged check, what of it is missing, a line each: shards that are not there, or that never ended
     - `refusals`: for each thing that the adapter did with illegal input, the inputs in words
     - `gaps`: the regimes, as `name=value`, that no case had although the domain allows them
     - `regimes`, `looked_at`, `left_out`, `causes`: the lines that the check printed about these
@@ -64,6 +65,7 @@ class End:
     wall_s: float
     interrupted: bool = False
     not_run: list[str] = dataclasses.field(default_factory=list)
+    lacks: list[str] = dataclasses.field(default_factory=list)
     refusals: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     gaps: list[str] = dataclasses.field(default_factory=list)
     regimes: list[str] = dataclasses.field(default_factory=list)
