@@ -312,7 +312,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
     for module in (soak, law_check):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.1 * next(looks)))
     monkeypatch.chdir(tmp_path)
-    words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out")
+    words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out", "--html", "page.html")
     code, out, err = output_of(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
     assert code == exits.BROKEN, err
     lines = out.splitlines()
@@ -334,6 +334,8 @@ def test_the_command_line_prints_a_table_and_json_lines(
     ]
     assert right.end is not None and right.end.exit_code == exits.HOLDS and right.end.looked_at
     assert wrong.end is not None and wrong.end.exit_code == exits.BROKEN
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert RIGHT in page and "zoo/ChangesBeta" in page
     assert (tmp_path / ".gdn-verify" / "examples.txt").read_text().count("\n") == 2
 
 

@@ -232,6 +232,7 @@ def _soak(parser: argparse.ArgumentParser) -> None:
     )
     add_asking(parser, "default: more from round to round")
     parser.add_argument("--seed", type=seed_word, help="seed of the rounds (default: random, and printed)")
+    add_outputs(parser)
     add_common(parser)
     add_known(parser)
 

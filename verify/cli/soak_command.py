@@ -8,10 +8,11 @@ import time
 from typing import TextIO
 
 from verify import __version__
-from verify.cli.exits import INTERRUPTED, exit_code
+from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
+from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
@@ -29,6 +30,7 @@ def soak_all(options: argparse.Namespace) -> int:
         raise ValueError("--tune must be a number or native for soak, got sweep")
     if launched() is not None:
         raise ValueError("soak cannot run under torchrun, only check can")
+    check_outputs(options)
     for spec in options.adapter:
         check_installed(spec)
         known.of(spec, options.known)
@@ -84,10 +86,13 @@ def soak_all(options: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 interrupted = True
         wall_s, looked_at = time.monotonic() - start, {spec: _looked_at(soaking, spec, out) for spec in soaking.described}
+        records = list[Record]()
         for spec, told in looked_at.items():
             code = INTERRUPTED if interrupted else exit_code(_reports_of(soaking, spec))
-            for data in lines_of(_record(options, soaking, spec, End(code, wall_s, interrupted, looked_at=told))):
+            records.append(_record(options, soaking, spec, End(code, wall_s, interrupted, looked_at=told)))
+            for data in lines_of(records[-1]):
                 lines(data)
+        written = write_outputs(options, records)
     print_troubles(store, examples)
     for spec, told in looked_at.items():
         for line in told:
@@ -99,7 +104,8 @@ def soak_all(options: argparse.Namespace) -> int:
     print_line(("interrupted: " if interrupted else "") + summary, out)
     if notice := text.fault_notice(soaking.reports):
         print_line(notice, out)
-    return INTERRUPTED if interrupted else lines.code(exit_code(soaking.reports))
+    code = lines.code(exit_code(soaking.reports))
+    return INTERRUPTED if interrupted else code if written or code != HOLDS else UNDECIDED
 
 
 def _reports_of(soaking: soak.Soak, spec: str) -> list[LawReport]:
@@ -128,7 +134,7 @@ def _record(options: argparse.Namespace, soaking: soak.Soak, spec: str, end: End
         seed=soaking.seed,
         laws=[report.law for report in reports],
         tune=options.tune or "",
-        products=options.products or described.products,
+        products=options.products or (described.products if described.device else "ieee"),
         declares=described.lines(),
         omits=dict(described.omits),
     )
