@@ -107,7 +107,7 @@ class TorchrunGroup(Group):
 
 
 def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> int:
-    """Data the leader's questions with the worker of this rank until the leader dismisses it.
+    """Answer the leader's questions with the worker of this rank until the leader dismisses it.
 
     Returns the exit code: that of the leader, or 3 if the leader or the store is gone. So torchrun reports the same on every host.
     """
