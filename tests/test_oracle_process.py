@@ -263,6 +263,9 @@ def test_supervisor_hears_the_rank_alone(one: RankGroup) -> None:
     """Else it would not see the end of a rank whose pipe another process has, and would read two ranks' stacks as one's."""
     assert do(one, "process_state")["open"] == [0, 1, 2]
     interrogate(one._seats)
+    end = time.monotonic() + 20.0  # a busy machine may take longer than interrogate waits
+    while "Current thread" not in one._seats[0].words() and time.monotonic() < end:
+        time.sleep(0.1)
     time.sleep(0.3)
     wrote = one._seats[0].words()
     assert wrote.count("Current thread") == 1
