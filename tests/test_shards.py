@@ -45,8 +45,17 @@ def test_every_line_is_in_one_shard(lines: list[str], count: int) -> None:
 
 
 def test_shards_are_about_equal() -> None:
-    sizes = collections.Counter(number for line in range(4000) for number in range(1, 9) if Shard(number, 8).owns(line))
+    sizes = collections.Counter(number for line in range(4000) for number in range(1, 9) if Shard(number, 8).owns(str(line)))
     assert all(400 < sizes[number] < 600 for number in range(1, 9))
+
+
+def test_another_folder_or_device_changes_no_shard() -> None:
+    line = "lengths=65 packed=yes seed=3"
+    here = Run.parse(f"law=cut at=64 adapter={RIGHT} {line}")
+    there = Run.parse(f"law=cut at=64 adapter=/build/7/my.py:Kernel device=cuda tune=5 {line}", here=False)
+    assert here.everywhere == there.everywhere == f"law=cut at=64 adapter=- {line}"
+    other = Run.parse(f"law=cut at=63 adapter={RIGHT} {line}")
+    assert other.everywhere != here.everywhere
 
 
 @pytest.mark.parametrize("word", ["0/2", "3/2", "2", "2/", "/2", "1/0", "1.0/2", "one/two"])

@@ -75,7 +75,8 @@ class Plan:
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._run_of = seed, examples_of, run_of
         self._compilers, self._defects, self._shard = compilers, defects, shard
-        lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device) if shard.owns(defect.run)]
+        lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
+        lines = [run for run in lines if shard.owns(run.everywhere)]
         self._known = {run: compilation for run in lines if (compilation := self._prepare(run)) is not None}
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
@@ -111,7 +112,7 @@ class Plan:
             # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose
             # tolerances can be computed in one call are neighbours.
             planned.drawn.sort(key=_order)
-        planned.examples += [example for example in planned.drawn if self._shard.owns(self._run_of(name, example))]
+        planned.examples += [example for example in planned.drawn if self._shard.owns(self._run_of(name, example).everywhere)]
         if self.palette is None:
             return planned
         first = dict[Any, Example]()

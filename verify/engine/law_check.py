@@ -130,7 +130,7 @@ class Common:
 
     def owns(self, law: str, example: Example) -> bool:
         """Whether a law's example is run here, and not in another shard."""
-        return self.settings.shard.owns(self.run_of(law, example))
+        return self.settings.shard.owns(self.run_of(law, example).everywhere)
 
 
 class LawCheck:
@@ -241,7 +241,7 @@ class LawCheck:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""
         settings = self._common.settings
         for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
-            if not settings.shard.owns(defect.run):
+            if not settings.shard.owns(defect.run.everywhere):
                 continue
             if self._common.plan is not None:
                 self._await(functools.partial(self._common.plan.await_known, defect.run))
@@ -269,7 +269,7 @@ class LawCheck:
             if common.closed:
                 break
             # The adapter may have declared other products then.
-            if run.products != common.products_of(run.example) or not settings.shard.owns(run):
+            if run.products != common.products_of(run.example) or not settings.shard.owns(run.everywhere):
                 continue
             outcome = self._confirmed(run, self._ask(run))
             if outcome.verdict is Verdict.BROKEN:

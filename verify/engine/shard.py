@@ -27,9 +27,9 @@ class Shard:
         """Whether there is no other shard."""
         return self.count == 1
 
-    def owns(self, line: object) -> bool:
-        """Whether this shard runs a line."""
-        digest = hashlib.sha256(str(line).encode()).digest()
+    def owns(self, line: str) -> bool:
+        """Whether this shard runs a line. What depends on the machine must not be in it (`Run.everywhere`)."""
+        digest = hashlib.sha256(line.encode()).digest()
         return int.from_bytes(digest[:8]) % self.count == self.number - 1
 
     def __str__(self) -> str:

@@ -34,6 +34,11 @@ class Run:
         words += [f"tune={self.tune}"] if self.tune else []
         return " ".join([*words, str(example.case)])
 
+    @property
+    def everywhere(self) -> str:
+        """The line without what may depend on the machine: the place of the adapter's file, and how its kernels run."""
+        return str(Run(self.law, "-", self.example))
+
     @classmethod
     def parse(cls, line: str, *, here: bool = True) -> "Run":
         """Parse a line. ValueError or AdapterError names the wrong word, its value and the choices.
