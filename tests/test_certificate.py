@@ -275,6 +275,25 @@ def test_what_cannot_be_compared_is_told(
     assert labelled(lines, "DIFFERS")[0].startswith("gdn-verify itself has changed")
 
 
+def test_a_certificate_in_which_nothing_is_to_be_compared_is_not_right(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "Worker", lambda **_: pytest.fail("a worker was started"))
+    for field, empty, words, told in (
+        ("laws", {}, (), "no law of kernels/mine.py:Mine had a case that held"),
+        ("sources", {}, (), "no source of kernels/mine.py:Mine is certified"),
+        ("sample", [], ("--again",), "no line of kernels/mine.py:Mine is in the certificate, so none was run again"),
+    ):
+        main([*CHECK, *FILE])
+        kernel = {"kernel": ""} if field == "sources" else {}
+        rewrite(lambda data, changed={field: empty, **kernel}: data["checks"][0].update(changed))
+        code, lines = verified(capfd, *words)
+        assert (code, labelled(lines, "NOT COMPARED")) == (exits.UNDECIDED, [told])
+    rewrite(lambda data: data.update(checks=[]))
+    code, lines = verified(capfd)
+    assert (code, lines) == (exits.USAGE, ["gdn-verify: c.json is no certificate: it is about no check"])
+
+
 @NEEDS_SSH
 def test_without_ssh_keygen_a_signature_is_not_compared(
     key: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,8 @@ def _judge(check: CheckPart, compared: Compared) -> None:
         compared.differs.append(f"{shown(check.adapter)} was broken when it was checked: {shown(', '.join(broken))}")
     elif check.verdict != "holds" or check.exit_code:
         compared.unknown.append(f"{shown(check.adapter)} was undecided when it was checked (exit code {check.exit_code})")
+    elif not any(law.verdict == "holds" and law.counts for law in check.laws.values()):
+        compared.unknown.append(f"no law of {shown(check.adapter)} had a case that held")
 
 
 def _compare_signature(found: Read, allowed: str | None, compared: Compared) -> None:
@@ -86,6 +88,9 @@ def _compare_signature(found: Read, allowed: str | None, compared: Compared) -> 
 def _run_again(certificate: Certificate, compared: Compared) -> None:
     """Run the lines of the sample, and compare their outcomes."""
     for check in certificate.checks:
+        if not check.sample:
+            compared.unknown.append(f"no line of {shown(check.adapter)} is in the certificate, so none was run again")
+            continue
         if check.under:
             compared.unknown.append(f"the lines of {shown(check.adapter)} need {shown(check.under)}, which only repeat has")
             continue

@@ -201,7 +201,7 @@ class _Command:
 
         Ranks of torchrun end `later`, with the command: torchrun may end this process as soon as one of them has failed.
         """
-        options, out, sanitizer, told = self._options, self._out, self._sanitizer, _Told()
+        options, out, sanitizer, told = self._options, self._out, self._sanitizer, End(UNDECIDED, 0.0)
         start = time.monotonic()
         self.workers = workers = workers_of(options, self._launch, self._settings.device, sanitizer)
         checking = Check(self._settings, workers, self._store, examples=self._examples)
@@ -223,13 +223,14 @@ class _Command:
             if code == UNDECIDED and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
                 print_line("undecided because of --strict-reach: something was not looked at", out)
             if checking.described is not None:
-                end = told.end(code, time.monotonic() - start, checking)
-                lines(end_line(end))
-                records.append(Record(_head(checking), [*checking.reports, *checking.unfinished], end))
+                told.exit_code, told.wall_s = code, time.monotonic() - start
+                told.not_run, told.reach = _not_asked(checking), checking.reach
+                lines(end_line(told))
+                records.append(Record(_head(checking), [*checking.reports, *checking.unfinished], told))
         return code
 
 
-def _code(options: argparse.Namespace, checking: Check, told: "_Told") -> int:
+def _code(options: argparse.Namespace, checking: Check, told: End) -> int:
     """The exit code of a check."""
     if told.interrupted:
         return INTERRUPTED
@@ -246,7 +247,7 @@ def _omits(checking: Check) -> Mapping[str, str]:
 
 
 def _run(
-    options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO, lines: JsonLines, told: "_Told"
+    options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO, lines: JsonLines, told: End
 ) -> None:
     """Print the header, run the check, then print which regimes the cases covered."""
     if sanitizer is not None:
@@ -283,24 +284,6 @@ def _run(
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped:
         told.refusals = _print_refusals(spec, checking, out)
-
-
-@dataclasses.dataclass
-class _Told:
-    """What a check printed beside the reports of its laws."""
-
-    interrupted: bool = False
-    gaps: list[str] = dataclasses.field(default_factory=list)
-    regimes: list[str] = dataclasses.field(default_factory=list)
-    refusals: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    looked_at: list[str] = dataclasses.field(default_factory=list)
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    causes: list[str] = dataclasses.field(default_factory=list)
-
-    def end(self, code: int, wall_s: float, checking: Check) -> End:
-        """The end of the check's record."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return End(exit_code=code, wall_s=wall_s, not_run=_not_asked(checking), reach=checking.reach, **parts)
 
 
 def _head(checking: Check) -> Head:
@@ -341,7 +324,7 @@ def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, in
     lines(law_line(report))
 
 
-def _print_end(checking: Check, wall_s: float, out: TextIO, told: _Told) -> None:
+def _print_end(checking: Check, wall_s: float, out: TextIO, told: End) -> None:
     """Print the reach, the causes, the summary, kernels whose programs could not be interpreted together, and our own failures."""
     reports = checking.reports
     if told.interrupted or any(report.verdict is Verdict.HOLDS for report in reports):

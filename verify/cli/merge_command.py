@@ -59,7 +59,7 @@ def _print(record: Record, files: int, out: TextIO) -> None:
         if part:
             print_line("\n".join(part), out)
     if end.not_run:
-        print_line(f"not run: {', '.join(end.not_run)}", out)
+        print_line(f"not run in every shard: {', '.join(end.not_run)}", out)
     verdicts = text.verdict_counts(record.reports)
     print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
     if end.exit_code == UNDECIDED and not end.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:

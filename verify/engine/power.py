@@ -121,7 +121,7 @@ KILLS: dict[str, dict[str, int]] = {
 
 
 # Seconds of a case, in those of a case of the law oracle: means of fla/chunk and fla/fused_recurrent, interpreted, with the profile
-# `few` on 2026-11-27. Laws that are not here are taken for as slow as the oracle.
+# `few` on 2026-11-27; of `recompute`, fla/chunk alone. Laws that are not here are taken for as slow as the oracle.
 SECONDS = {
     "recurrent": 0.7,
     "packed": 0.9,

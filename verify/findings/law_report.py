@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from verify.execution.line import Run
-from verify.process.outcome import Finding, Outcome, Verdict, plain_number
+from verify.process.outcome import Finding, Outcome, Verdict
+from verify.process.picture import plain_number
 from verify.process.reach import Reach
 from verify.reach import statements
 

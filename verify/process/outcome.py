@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Self
 
-from verify.process.picture import Picture
+from verify.process.picture import Picture, plain_number
 from verify.process.reach import Reach
 
 Used = dict[str, tuple[str, ...]]  # for each autotuned kernel, the autotune configurations that ran
@@ -151,11 +151,6 @@ class Finding:
                 "picture": Picture.from_json(data["picture"]) if data.get("picture") else None,
             }
         )
-
-
-def plain_number(value: float) -> float | str:
-    """A number as JSON can have it: NaN and infinity are strings."""
-    return value if math.isfinite(value) else str(value)
 
 
 @dataclasses.dataclass

@@ -54,7 +54,7 @@ class Picture:
 
     def to_json(self) -> dict[str, Any]:
         """The picture as plain data. NaN and infinity, which JSON lacks, are strings."""
-        return {**vars(self), "values": [[_plain(value) for value in line] for line in self.values]}
+        return {**vars(self), "values": [[plain_number(value) for value in line] for line in self.values]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Picture":
@@ -77,5 +77,6 @@ def rounded(ratio: float) -> float:
     return max(short, 1.01) if ratio > 1 else short
 
 
-def _plain(value: float) -> float | str:
+def plain_number(value: float) -> float | str:
+    """A number as JSON can have it: NaN and infinity are strings."""
     return value if math.isfinite(value) else str(value)

@@ -132,6 +132,8 @@ def versions() -> dict[str, str]:
 def certificate_of(records: Sequence["Record"], began: float = float("inf")) -> dict[str, Any]:
     """The certificate of checks that have ended, as plain data. ValueError if a source is newer than `began`, a time.time()."""
     checks = [_check(record, began) for record in records if record.end is not None]
+    if not checks:
+        raise ValueError("no check has ended")
     return dataclasses.asdict(Certificate(SCHEMA, __version__, own.sources(), versions(), checks))
 
 
@@ -318,6 +320,8 @@ def _parts(data: Any) -> Certificate:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema must be {SCHEMA}: another release of gdn-verify wrote it")
     certificate = msgspec.convert(data, Certificate)
+    if not certificate.checks:
+        raise ValueError("it is about no check")
     for check in certificate.checks:
         for name in check.sources:
             path = pathlib.PurePosixPath(name)
@@ -372,6 +376,8 @@ def _compare_sources(check: CheckPart, first: str | None, compared: Compared) ->
             compared.differs.append(f"{what} has changed: sha256 {found}, certified {shown(wanted)}")
         else:
             same += 1
+    if not check.sources:
+        compared.unknown.append(f"no source of {shown(check.adapter)} is certified")
     compared.unknown += [f"{shown(name)} has no source that a certificate could have" for name in check.without_source]
     compared.same += [f"{same} source{'s are' if same > 1 else ' is'} as certified for {shown(check.adapter)}"] if same else []
 

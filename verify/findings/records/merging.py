@@ -69,7 +69,8 @@ def _law(reports: Sequence[LawReport]) -> LawReport | None:
     ran = [report for report in reports if report.counts] or list(reports[:1])
     broken = [report for report in reports if report.verdict is Verdict.BROKEN]
     told = min(broken, key=lambda report: (report.repeats != "yes", len(report.run), report.run)) if broken else ran[0]
-    reason = next((report.reason for report in reports if report.verdict is Verdict.UNKNOWN), "")
+    undecided = [report for report in reports if report.verdict is Verdict.UNKNOWN] or ran
+    reason = next((report.reason for report in undecided if report.reason), "")
     total = dataclasses.replace(
         told,
         counts=_sum(report.counts for report in reports),
@@ -110,6 +111,11 @@ def _largest(ratios: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return largest
 
 
+def _laws_of(shard: Record) -> set[str]:
+    """The laws of which a shard has a report; also one without a case in it has one."""
+    return {report.law for report in shard.reports}
+
+
 def _end(head: Head, shards: Sequence[Record], decided: Sequence[LawReport]) -> End:
     """The end of the whole check. Its exit code is left to the verb, which knows what its options forgive."""
     ends = [shard.end for shard in shards if shard.end is not None]
@@ -118,7 +124,6 @@ def _end(head: Head, shards: Sequence[Record], decided: Sequence[LawReport]) -> 
         reach.add(end.reach)
         for answer, names in end.refusals.items():
             refusals.setdefault(answer, []).extend(names)
-    ran = {report.law for report in decided if report.counts or report.verdict is Verdict.UNSUPPORTED}
     seen = dict[str, dict[str, int]]()
     for regime, count in _sum(report.regimes for report in decided).items():
         name, _, value = regime.partition("=")
@@ -128,7 +133,7 @@ def _end(head: Head, shards: Sequence[Record], decided: Sequence[LawReport]) -> 
         exit_code=0,
         wall_s=max((end.wall_s for end in ends), default=0.0),
         interrupted=any(end.interrupted for end in ends),
-        not_run=[law for law in head.laws if law not in ran],
+        not_run=[law for law in head.laws if any(law not in _laws_of(shard) for shard in shards)],
         refusals=refusals,
         regimes=coverage.lines(seen, gaps) if seen else [],
         gaps=gaps,

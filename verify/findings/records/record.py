@@ -48,12 +48,12 @@ class Head:
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class End:
-    """How a check ended.
+    """How a check ended. A check fills it in while it prints.
 
     - `exit_code`: of the command, for this check alone
-    - `not_run`: the laws of which no case was run
+    - `not_run`: the laws of which no case was run; of a merged check, those that a shard did not run
     - `lacks`: of a merged check, what of it is missing, a line each: shards that are not there, or that never ended
     - `refusals`: for each thing that the adapter did with illegal input, the inputs in words
     - `gaps`: the regimes, as `name=value`, that no case had although the domain allows them
