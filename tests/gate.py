@@ -10,6 +10,7 @@ Exit: 0 passed, 1 a step failed, 3 there is no GPU.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -34,8 +35,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from verify.findings.law_report import LawReport
+from verify.findings.records import record
 from verify.gpu import device as devices
 from verify.gpu import record as gpu_record
+from verify.process.outcome import Verdict
 
 LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
 RECORD = gpu_record.PLACES[0]
@@ -51,6 +55,7 @@ DEADLINE_S = 240.0  # of a step
 # The files with tests marked gpu.
 GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "sanitizer", "serving_claims"))
 DISTRIBUTED_STEPS = ("chunk_cp", "kda_cp", "conv_cp", "rates", "exact", "torchrun", "layer")
+RATES = {"exchange": ("layout cases a second", LAYOUTS), "parallel": ("layer cases a second", LAYERS)}  # by law
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
@@ -80,17 +85,29 @@ class Done:
         return LOGS / f"{self.step.name}.out"
 
     @property
-    def cases(self) -> int:
-        """How many cases held: of a check's laws, or of the rates that benchmarks/distributed.py measured."""
-        measured = [
-            entry["cases"] for report in self.reports for entry in report.values() if isinstance(entry, dict) and "cases" in entry
-        ]
-        return sum(measured) + sum(report["counts"].get("holds", 0) for report in self.reports if "counts" in report)
+    def reports(self) -> list[LawReport]:
+        """The laws' reports of a check that wrote its record. None of a check that never ended: a law may lack there."""
+        try:
+            checks = record.read(str(self.file))
+        except ValueError:
+            return []
+        return [report for check in checks if check.end is not None for report in check.reports]
 
     @property
-    def reports(self) -> list[dict[str, Any]]:
-        """The laws' reports of a check, by its JSON."""
-        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.is_file() else []
+    def rates(self) -> dict[str, Any]:
+        """What benchmarks/distributed.py measured."""
+        try:
+            measured: dict[str, Any] = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return measured
+
+    @property
+    def cases(self) -> int:
+        """How many cases held: of a check's laws, or of the rates that benchmarks/distributed.py measured."""
+        return sum(report.counts.get(Verdict.HOLDS, 0) for report in self.reports) + sum(
+            self.rates[law]["cases"] for law in RATES if law in self.rates
+        )
 
     def row(self, *, good: bool, figure: str, must: str, what: str = "") -> Row:
         """A row about this step."""
@@ -112,12 +129,11 @@ class Step:
 
 def check(done: Done) -> list[Row]:
     """A check: every law of it holds, and none is undecided."""
-    counts: dict[str, int] = {}
+    counts = collections.Counter[str]()
     for report in done.reports:
-        for verdict, count in report["counts"].items():
-            counts[verdict] = counts.get(verdict, 0) + count
+        counts.update(report.counts)
     figure = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    laws = [report["law"] for report in done.reports if report["verdict"] != "unsupported"]
+    laws = [report.law for report in done.reports if report.verdict is not Verdict.UNSUPPORTED]
     good = done.code == 0 and bool(laws)
     return [done.row(good=good, figure=f"{len(laws)} laws: {figure}", must="all hold")]
 
@@ -127,7 +143,7 @@ def whole(done: Done) -> list[Row]:
 
     A law that such a seed breaks is news about the kernel. The figure has it, and it does not fail the gate, which is about us.
     """
-    verdicts = [report["verdict"] for report in done.reports]
+    verdicts = [report.verdict for report in done.reports]
     figure = ", ".join(f"{verdicts.count(name)} {name}" for name in sorted(set(verdicts))) or "nothing"
     good = done.code in (0, 1) and bool(verdicts) and "unknown" not in verdicts and done.seconds <= WHOLE_S
     return [done.row(good=good, figure=f"{figure} in {done.seconds:.0f} s", must=f"all decided in {WHOLE_S:.0f} s")]
@@ -171,10 +187,9 @@ def no_alarm(done: Done) -> list[Row]:
 
 def rates(done: Done) -> list[Row]:
     """Exchanges and whole layers a second, over NCCL."""
-    report = json.loads(done.file.read_text()) if done.file.is_file() else {}
     rows = []
-    for law, what, least in (("exchange", "layout cases a second", LAYOUTS), ("parallel", "layer cases a second", LAYERS)):
-        rate = report.get(law, {}).get("a_second", 0.0)
+    for law, (what, least) in RATES.items():
+        rate = done.rates.get(law, {}).get("a_second", 0.0)
         rows.append(done.row(good=done.code == 0 and rate >= least, figure=f"{rate:.1f}", must=f"{least:.0f}", what=what))
     return rows
 
@@ -336,7 +351,10 @@ class Gate:
             if self._ended:
                 return
             done = self._run(step, cards)
-            rows = step.judge(done)
+            try:
+                rows = step.judge(done)
+            except Exception as error:  # a file that no judge expects; the other steps' rows are not lost for it
+                rows = [done.row(good=False, figure=f"{type(error).__name__}: {error}", must="a file to be judged")]
             with self._lock:
                 self.done[step.name] = done
                 self.rows += rows
@@ -425,7 +443,7 @@ def main() -> int:
     if any(row.verdict == FAILED for row in gate.rows):
         return 1
     complete = not any(row.verdict == NOT_RUN for row in gate.rows)
-    record = {
+    passed = {
         "sources": digest,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "complete": complete,
@@ -434,7 +452,7 @@ def main() -> int:
         "counts": {"distributed cases": cases, "rows": len(gate.rows)} if count > 1 else {"rows": len(gate.rows)},
         "verdicts": [{**dataclasses.asdict(row), "seconds": round(row.seconds, 1)} for row in gate.rows],
     }
-    written(record, options.record)
+    written(passed, options.record)
     return 0
 
 

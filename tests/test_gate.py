@@ -12,10 +12,15 @@ import pytest
 from tests import gate
 from tests.gate import FAILED, NOT_RUN, PASSED, Done, Row, Step
 from verify.cli import exits
+from verify.findings.law_report import LawReport
+from verify.findings.records import record
+from verify.findings.records.record import End, Head, Record
 from verify.gpu import record as gpu_record
+from verify.process.outcome import Verdict
 
+HOLDS, BROKEN = Verdict.HOLDS, Verdict.BROKEN
 HERE = pathlib.Path(__file__).resolve().parent
-LAW = {"law": "oracle", "verdict": "holds", "counts": {"holds": 5}}
+HEAD = Head("fla/chunk", "1.0", "", "", "few", 0, ["oracle"])
 PASSES = "<testcase name='test_one[a]'/><testcase name='test_one[b]'/><testcase name='test_two'><skipped/></testcase>"
 SKIPPED = "<testcase name='test_two'><skipped/></testcase>"
 FAILS = "<testcase name='test_one[a]'/><testcase name='test_one[b]'><failure/></testcase>"
@@ -35,8 +40,11 @@ def done(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return step_result
 
 
-def laws(*reports: dict[str, Any]) -> str:
-    return "".join(json.dumps({**LAW, **report}) + "\n" for report in reports)
+def laws(*verdicts: Verdict, ended: bool = True) -> str:
+    """The record of a check of one law for each verdict, with 5 cases that held and 2 that were blind."""
+    reports = [LawReport("oracle", HEAD.adapter, verdict, counts={Verdict.HOLDS: 5, Verdict.BLIND: 2}) for verdict in verdicts]
+    lines = record.lines_of(Record(HEAD, reports, End(0, 1.0) if ended else None))
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def xml(cases: str) -> str:
@@ -47,8 +55,15 @@ def test_a_judge_passes_what_is_good_and_nothing_else(done: Callable[..., Done])
     for judge, good, bad in [
         (
             gate.check,
-            (0, laws({})),
-            [(1, laws({"verdict": "broken"})), (3, laws({})), (0, ""), (0, laws({"verdict": "unsupported"}))],
+            (0, laws(HOLDS)),
+            [
+                (1, laws(BROKEN)),
+                (3, laws(HOLDS)),
+                (0, ""),
+                (0, laws(Verdict.UNSUPPORTED)),
+                (0, laws(HOLDS, ended=False)),
+                (0, laws(HOLDS)[:-20]),
+            ],
         ),
         (
             gate.first_verdict(9),
@@ -57,8 +72,8 @@ def test_a_judge_passes_what_is_good_and_nothing_else(done: Callable[..., Done])
         ),
         (
             gate.whole,
-            (1, laws({}, {"verdict": "broken"}, {"verdict": "unsupported"})),
-            [(3, laws({})), (0, laws({"verdict": "unknown"})), (0, ""), (-9, laws({}))],
+            (1, laws(HOLDS, BROKEN, Verdict.UNSUPPORTED)),
+            [(3, laws(HOLDS)), (0, laws(Verdict.UNKNOWN)), (0, ""), (-9, laws(HOLDS))],
         ),
         (
             gate.steady,
@@ -98,7 +113,7 @@ def test_a_judge_passes_what_is_good_and_nothing_else(done: Callable[..., Done])
 
 
 def test_a_whole_check_that_takes_too_long_fails(done: Callable[..., Done]) -> None:
-    slow = dataclasses.replace(done(0, laws({})), seconds=gate.WHOLE_S + 1)
+    slow = dataclasses.replace(done(0, laws(HOLDS)), seconds=gate.WHOLE_S + 1)
     assert [row.verdict for row in gate.whole(slow)] == [FAILED]
 
 
@@ -107,8 +122,21 @@ def test_a_row_a_test_function_and_none_for_what_was_skipped(done: Callable[...,
 
 
 def test_cases_are_those_that_held_and_those_of_rates(done: Callable[..., Done]) -> None:
-    assert done(0, laws({"counts": {"holds": 5, "blind": 2}}, {"counts": {"holds": 7}})).cases == 12
+    assert done(0, laws(HOLDS, HOLDS)).cases == 10
     assert done(0, json.dumps({"exchange": {"cases": 30, "a_second": 1.0}, "parallel": {"cases": 4}, "seed": 0})).cases == 34
+
+
+def test_a_file_that_no_judge_expects_fails_its_row_and_no_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "LOGS", tmp_path)
+    wrote = (gate.PYTHON, "-c", "import sys; open(sys.argv[1], 'w').write('<no XML')", "{file}")
+    steps = [
+        Step("one", "tests on one GPU", wrote, gate.tests),
+        Step("two", "first", (gate.PYTHON, "-c", ""), gate.first_verdict(9)),
+    ]
+    with gate.Gate(tmp_path) as run:
+        run.stage([("0", steps)])
+    assert [(row.what, row.verdict) for row in run.rows] == [("tests on one GPU", FAILED), ("first", FAILED)]
+    assert run.rows[0].figure.startswith("ParseError: ")
 
 
 def test_every_step_is_named_once_and_sees_cards_that_are_there() -> None:
@@ -175,8 +203,8 @@ def test_the_list_says_whether_the_sources_changed(tmp_path: pathlib.Path, monke
 
 def test_records_of_the_same_sources_on_other_cards_stay(tmp_path: pathlib.Path) -> None:
     place, other = tmp_path / "gpu.json", {**RECORD, "cards": ["NVIDIA H200", "NVIDIA H200"]}
-    for record in (RECORD, other, {**RECORD, "date": "2026-11-24"}):
-        gate.written(record, place)
+    for written in (RECORD, other, {**RECORD, "date": "2026-11-24"}):
+        gate.written(written, place)
     stored_record = gpu_record.read(place)
     assert (stored_record["date"], [entry["cards"][0] for entry in stored_record["earlier"]]) == ("2026-11-24", ["NVIDIA H200"])
     assert "and on 2 x NVIDIA H200" in gpu_record.passed(stored_record)
