@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import pathlib
 from typing import Any
 
@@ -158,6 +159,13 @@ def test_a_defect_that_names_outputs_explains_no_other_and_no_more(tmp_path: pat
     assert not explains(("dg", 2.0), ("dk", 1.1))
     assert not explains(("dg", float("nan")))
     assert not explains()
+    other = dataclasses.replace(run, law="recompute")
+    off = Finding("dg", FailureKind.OFF, "is off", error=2.0, allowed=1.0)
+    assert defect.explains(other, [off])  # every law that compares with the truth sees the same error
+    for exact in (dataclasses.replace(off, allowed=0.0), dataclasses.replace(off, error=0.0, allowed=0.0)):
+        assert not defect.explains(other, [exact])
+    anything = dataclasses.replace(defect, times=math.inf)
+    assert not anything.explains(other, [off])
     assert not defect.explains(run)  # before it is run nobody knows
     assert known.KnownDefects([defect]).explained_outputs(run) == {"dg": 4.0, "da": 4.0}
     assert known.KnownDefects([defect]).explained_outputs(dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
@@ -178,7 +186,9 @@ def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
     assert defect.title.startswith("fla/chunk with fla-core 0.6.0")
     assert not resembling(run, "dk")
     assert not resembling(run, error=5.0)
-    assert not resembling(dataclasses.replace(run, law="pure"))
+    exact = Outcome(Verdict.BROKEN, [Finding("dg", FailureKind.OFF, "is off", error=2.0)])
+    assert resembling(dataclasses.replace(run, law="recompute"))
+    assert not defects.resembling(dataclasses.replace(run, law="recompute"), exact)
     assert not resembling(Run.parse(str(run).replace("dtype=fp16", "dtype=bf16")))
     elsewhere = dataclasses.replace(defect, run=dataclasses.replace(defect.run, device="cuda"))
     assert not known.KnownDefects([elsewhere]).resembling(run, Outcome(Verdict.BROKEN, []))

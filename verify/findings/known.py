@@ -35,7 +35,8 @@ class Known:
 
     A failure is this defect if all of the following hold:
 
-    - It has the same adapter, and the law of `run` or one of the laws in `also`.
+    - It has the same adapter, and the law of `run` or one of the laws in `also`. With `times`, it may have any law: every
+      comparison with the truth sees the same error.
     - Its case and variant have all words of `where`, and the number of each word in `least` is at least, in `most` at most, the
       given one.
     - If `outputs` are named, only these outputs are wrong, each by at most `times` its tolerance.
@@ -92,14 +93,14 @@ class Known:
 
     def covers(self, run: Run, gpu: str = "") -> bool:
         """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
-        here = bool(self.kernel) or (same_adapter(run.adapter, self.run.adapter) and run.law in (self.run.law, *self.also))
+        here = bool(self.kernel) or (self._in(run.law) and same_adapter(run.adapter, self.run.adapter))
         return here and self.applies(run.device, gpu) and self._about(run)
 
     def resembles(self, run: Run, findings: Sequence[Finding]) -> bool:
         """Whether a broken run of any adapter and versions looks like this defect: the same operation, law, words and outputs."""
         kinds = [(type(case), case.words().get("op")) for case in (run.example.case, self.run.example.case)]
         explained = not self.outputs or all(self._explains(finding, {*self.outputs}) for finding in findings)
-        here = kinds[0] == kinds[1] and run.law in (self.run.law, *self.also)
+        here = kinds[0] == kinds[1] and self._in(run.law)
         return here and not self.kernel and self.run.device in ("cpu", run.device) and self._about(run) and explained
 
     @property
@@ -107,6 +108,9 @@ class Known:
         """The adapter, the versions and the reason, in one line."""
         versions = ", ".join(f"{name} {' or '.join(listed)}" for name, listed in self.versions.items())
         return f"{self.run.adapter} with {versions}: {self.reason}"
+
+    def _in(self, law: str) -> bool:
+        return math.isfinite(self.times) or law in (self.run.law, *self.also)
 
     def _about(self, run: Run) -> bool:
         """Whether the words of a run are among those that the defect is about."""
@@ -129,7 +133,8 @@ class Known:
         return same | (_gradients(case) if gradients & {*self.outputs} else set())
 
     def _explains(self, finding: Finding, outputs: set[str]) -> bool:
-        return finding.port in outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
+        within = 0 < finding.error <= self.times * finding.allowed  # an exact comparison allows no error
+        return finding.port in outputs and (self.times == math.inf or within)
 
 
 class KnownDefects:
