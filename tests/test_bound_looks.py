@@ -463,6 +463,18 @@ def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
     assert row.sure == 0.5
 
 
+def test_what_one_bound_finds_right_stays_right_and_the_rest_is_judged_by_another() -> None:
+    (one, of_one), (other, of_other) = chain((4.0, 0.5), (8.0, 1.0)), chain((1.0, 0.5), (3.0, 1.0), (5.0, 1.0))
+    bound, seen = one.otherwise(lambda: other), list[tuple[float, float]]()
+    assert bound.decide(0.5) is Decision.RIGHT
+    assert bound.decide(1e9) is Decision.UNDECIDED, "nothing is clearly wrong before the other bound is asked"
+    while bound.finer is not None:
+        bound = bound.finer()
+        seen.append((bound.sure, float(bound.allowed)))
+    assert seen == [(0.5, 2.0), (1.0, 3.0), (1.0, 5.0)], "half of 4 is right, whatever the other bound allows"
+    assert (of_one, of_other) == ([], [3.0, 5.0])
+
+
 @functools.cache
 def first_look(case: Case, algorithm: str, chunk: int | None, first: int | None) -> dict[str, Bound]:
     return bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=chunk, first=first)

@@ -53,8 +53,10 @@ def test_wrong_substitutions_are_rejected(wrong: Callable[..., Tensor], monkeypa
 # Segments, chunks and boundaries
 
 
-def blocks_of(lengths: Sequence[int], sizes: Sequence[int], most: int) -> list[tuple[list[int], list[segments.Segment]]]:
-    blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"))
+def blocks_of(
+    lengths: Sequence[int], sizes: Sequence[int], most: int, restart: int = 0
+) -> list[tuple[list[int], list[segments.Segment]]]:
+    blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"), restart)
     return [(torch.arange(len(lengths))[members].tolist(), block) for members, block in blocks]
 
 
@@ -82,15 +84,17 @@ def held_before(segment: segments.Segment, members: Sequence[int]) -> list[tuple
     size=st.integers(1, 9),
     short=st.integers(1, 9),
     most=st.integers(1, 12),
+    restart=st.integers(0, 20),
 )
-@example(lengths=[0, 0], size=4, short=4, most=1)
-@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3)
-@example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9)
+@example(lengths=[0, 0], size=4, short=4, most=1, restart=0)
+@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3, restart=0)
+@example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9, restart=0)
+@example(lengths=[9, 12, 3, 0], size=4, short=4, most=9, restart=5)
 @pytest.mark.slow
-def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, short: int, most: int) -> None:
+def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, short: int, most: int, restart: int) -> None:
     ends, seen = [0, *itertools.accumulate(lengths)], {row: [] for row, length in enumerate(lengths) if length}
     sizes = [short if length <= short else size for length in lengths]
-    for members, block in blocks_of(lengths, sizes, most):
+    for members, block in blocks_of(lengths, sizes, most, restart):
         assert len(members) <= most
         assert {sizes[row] for row in members} == {segment.size for segment in block}
         running = len(members)
@@ -113,10 +117,9 @@ def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, 
             assert [states[row] for row in at[segment.last]] == [(row, len(seen[row])) for row in members[: segment.steps[0][1]]]
     for row, chunks in seen.items():
         tokens = list(range(ends[row], ends[row + 1]))
-        padding = [-1] * (-len(tokens) % sizes[row])
-        assert [token for chunk in chunks for token in chunk] == tokens + padding
+        parts = [part + [-1] * (-len(part) % sizes[row]) for part in (tokens[:restart], tokens[restart:])]
+        assert [token for chunk in chunks for token in chunk] == [token for part in parts for token in part]
         assert all(len(chunk) == sizes[row] for chunk in chunks)
-        assert len(chunks) == -(-len(tokens) // sizes[row])
 
 
 @pytest.mark.parametrize("operation", RULES)

@@ -82,11 +82,13 @@ def chunkwise(
     chunk: int = 64,
     *,
     channels: bool = False,
+    restart: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute the chunkwise form in many runs; shapes as in `recurrent`. Sequences shorter than a chunk have a smaller chunk.
 
-    `channels` says that an implementation decays each channel of the key separately, even if there is only one.
-    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right.
+    With `restart`, a chunk begins at this token of every sequence. `channels` says that an implementation decays each channel of
+    the key separately, even if there is only one. Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing,
+    so the final state is right.
     """
     channels = channels or g.shape[-1] > 1
     sizes = [_short(length, chunk) for length in lengths]
@@ -95,7 +97,7 @@ def chunkwise(
     if arithmetic.narrow:  # otherwise the bits that sums over a chunk keep depend on its size
         sizes = alike(lengths, sizes)
     form = Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
-    return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
+    return _rule(form, (q, k, v, g, beta), state, lengths, sizes, restart)
 
 
 def _short(length: int, chunk: int) -> int:
@@ -122,9 +124,9 @@ def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def _rule(
-    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int]
+    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int], restart: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to tokens and states with the runs first; the form has the runs after chunks and sequences."""
     first = tuple(x.transpose(0, 1) for x in (*tokens, state))
-    o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes))
+    o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes), restart)
     return o.transpose(0, 1), final.transpose(0, 1)

@@ -173,7 +173,9 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths, linear=linear)
         else:
             chunk = arithmetic.chunk or CHUNK
-            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels)
+            o, final = disturbed.chunkwise(
+                *tokens, state, scale, arithmetic, lengths, chunk, channels=channels, restart=arithmetic.restart
+            )
     if by_columns:
         o, final = o.squeeze(-1).unflatten(-1, x.v.shape[-2:]), final.squeeze(-1).unflatten(2, x.v.shape[-2:]).mT
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])

@@ -102,13 +102,14 @@ class Form(Protocol):
 
 
 def rule(
-    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...]
+    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...], restart: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return o [T, ..., V] and the final states [N, ..., K, V] of sequences of `lengths` tokens; `sizes` has a chunk size for each.
 
-    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any]; `state` is [N, ..., K, V].
+    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any]; `state` is [N, ..., K, V]. With `restart`, a chunk
+    begins at this token of every sequence, as in two calls that are one after the other.
     """
-    o, final = _Rule.apply(form, lengths, sizes, state, *tokens)
+    o, final = _Rule.apply(form, lengths, sizes, restart, state, *tokens)
     return o, final
 
 
@@ -119,6 +120,7 @@ class _Rule(torch.autograd.Function):
         form: Form,
         lengths: tuple[int, ...],
         sizes: tuple[int, ...],
+        restart: int,
         initial: Tensor,
         *tokens: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -127,7 +129,8 @@ class _Rule(torch.autograd.Function):
         # Every token is in some segment, so all of o is written.
         o, final = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, lengths)
         most = tuple(form.most(size, k, v) for size in sizes)
-        plan = [(members, [_Record(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
+        blocks = segments(lengths, sizes, most, k.device, restart)
+        plan = [(members, [_Record(segment) for segment in block]) for members, block in blocks]
         for members, block in plan:
             carry = initial[members].contiguous().to(dtype)
             for record in block:
@@ -165,7 +168,7 @@ class _Rule(torch.autograd.Function):
                 for whole, part in zip(results, parts, strict=True):
                     segment.put(whole, part)
             dstate[members] = carry.to(dstate.dtype)
-        return None, None, None, dstate, *results
+        return None, None, None, None, dstate, *results
 
 
 @dataclasses.dataclass
@@ -194,8 +197,10 @@ def _joined(running: Tensor, ended: Tensor) -> Tensor:
 
 
 @functools.lru_cache(64)
-def segments(lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device) -> list[Block]:
-    """Return blocks of sequences that have chunks of one size, and their segments in order.
+def segments(
+    lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device, restart: int = 0
+) -> list[Block]:
+    """Return blocks of sequences that have chunks of one size, and their segments in order; for `restart` see `rule`.
 
     `sizes` and `most` have for each sequence its chunk size and the most chunks of a segment. The sequences of a block are sorted
     by their number of chunks, so that those still running at a step are the first ones.
@@ -203,21 +208,33 @@ def segments(lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, 
     starts, blocks = [0, *itertools.accumulate(lengths)], list[Block]()
     for size, limit in sorted(set(zip(sizes, most, strict=True))):
         rows = (row for row, length in enumerate(lengths) if length and sizes[row] == size)
-        order = sorted(rows, key=lambda row: -lengths[row] // size)
+        order = sorted(rows, key=lambda row: -sum(_chunks(lengths[row], size, restart)))
         parts = [order[first : first + limit] for first in range(0, len(order), limit)]
-        blocks += [_block(members, lengths, starts, size, limit, device) for members in parts]
+        blocks += [_block(members, lengths, starts, size, limit, device, restart) for members in parts]
     return blocks
 
 
-def _block(members: list[int], lengths: tuple[int, ...], starts: list[int], size: int, most: int, device: torch.device) -> Block:
-    counts = torch.tensor([-(-lengths[row] // size) for row in members])
+def _chunks(length: int, size: int, restart: int) -> tuple[int, int]:
+    """Return how many chunks a sequence has before token `restart`, and how many from there on."""
+    before = min(length, restart)
+    return -(-before // size), -(-(length - before) // size)
+
+
+def _block(
+    members: list[int], lengths: tuple[int, ...], starts: list[int], size: int, most: int, device: torch.device, restart: int
+) -> Block:
+    before, after = torch.tensor([_chunks(lengths[row], size, restart) for row in members]).unbind(-1)
+    counts = before + after
     begin = torch.tensor([starts[row] for row in members])
+    middle = torch.tensor([starts[row] + min(lengths[row], restart) for row in members])
     end = torch.tensor([starts[row + 1] for row in members])
     running = torch.arange(int(counts[0])).unsqueeze(-1) < counts  # [step, member]
     widths = running.sum(-1).tolist()
     step, member = running.nonzero(as_tuple=True)
-    index = (begin[member] + step * size).unsqueeze(-1) + torch.arange(size)
-    inside = index < end[member].unsqueeze(-1)
+    early = step < before[member]
+    first = torch.where(early, begin[member] + step * size, middle[member] + (step - before[member]) * size)
+    index = first.unsqueeze(-1) + torch.arange(size)
+    inside = index < torch.where(early, middle[member], end[member]).unsqueeze(-1)
     block, at, row = [], 0, 0
     while at < len(widths):
         steps = [(0, widths[at])]

@@ -132,6 +132,17 @@ class Bound:
         finer_at = None if finer is None else later
         return Bound(self.value[index], allowed[index], self.origin, finer_at, self.sure, self.clear)
 
+    def otherwise(self, other: Callable[[], "Bound"]) -> "Bound":
+        """Return this bound for what it finds right. What it does not is judged by another bound of the same tensor."""
+        right = self.sure * self.allowed
+
+        def joined(bound: Bound) -> Bound:
+            finer = bound.finer
+            later = None if finer is None else lambda over=None: joined(finer(over))
+            return dataclasses.replace(bound, allowed=torch.maximum(bound.allowed, right), finer=later)
+
+        return dataclasses.replace(self, finer=lambda _over=None: joined(other()), clear=math.inf)
+
     def beside(self, other: "Bound") -> "Bound":
         """Return the bound of the same tensor when two computations err one after the other: the tolerances add up."""
         return self._and(other, self.value, Bound.beside)
@@ -178,6 +189,7 @@ def bounds(
     chunk: int | None = None,
     first: int | None = None,
     *,
+    restart: int = 0,
     stores: bool = False,
     folds: bool = False,
     rounds_products: bool = False,
@@ -186,8 +198,8 @@ def bounds(
     """Return the truth and the bound of each output and, with cotangents, of each gradient.
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"). `products` is how it multiplies float32
-    matrices ("ieee", "tf32"). `chunk` is the number of tokens in its chunks, if known. `cotangents` belong to outputs and have
-    their dtypes.
+    matrices ("ieee", "tf32"). `chunk` is the number of tokens in its chunks, if known. If the call is made in two parts, the second
+    one begins its chunks at token `restart` of every sequence. `cotangents` belong to outputs and have their dtypes.
 
     `first` is the number of runs of the first bound: one of MORE or of LOOKS. LOOKS come before RUNS on a CPU and, for a large
     call, on a GPU; a judge that uses them must heed `Bound.sure`. `stores` says that the backward of a recurrent implementation
@@ -217,7 +229,8 @@ def bounds(
     plain = Arithmetic.of(algorithm, dtypes["input"], products)
     pool = BITS[dtypes["state"]]
     gate, parameter = BITS[dtypes["gate"]], BITS[dtypes["parameter"]]
-    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, pool=pool if pool < SINGLE else EXACT)
+    pool = pool if pool < SINGLE else EXACT
+    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, pool=pool, restart=restart)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":

@@ -22,6 +22,7 @@ from properties.laws.law import (
     axes_of,
     bounds_as,
     conventional,
+    in_two_parts,
     one_final_state,
     one_initial_state,
     pairs_of,
@@ -160,6 +161,7 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
         second = bench.run(tail.replaced(state=first["final_state"]), {y: directions[1], "final_state": cotangents["final_state"]})
         first = bench.run(head, {y: directions[0], "final_state": second["dh0"]})
     order = torch.cat([before, after]).argsort()
+    bounds = in_two_parts(bench, bounds, inputs, cotangents, at)
     whole = {}
     for name, value in first.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:

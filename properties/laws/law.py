@@ -5,6 +5,7 @@ could not have shown the defect that the law is about.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -122,8 +123,11 @@ class Bench(Protocol):
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
 
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
-        """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`."""
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restart: int = 0) -> dict[str, Bound]:
+        """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`.
+
+        With `restart`, the call is made in two parts, and the second one begins at this token of every sequence.
+        """
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """Return the truth without tolerances."""
@@ -269,6 +273,22 @@ def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: s
         return bounds
     other = bench.bounds(inputs, cotangents, algorithm)
     return {name: bound.beside(other[name]) for name, bound in bounds.items()}
+
+
+def in_two_parts(bench: Bench, bounds: dict[str, Bound], inputs: Inputs, cotangents: Cotangents, at: int) -> dict[str, Bound]:
+    """Return the bounds of a call that is made in two parts, the second one from token `at` of every sequence on.
+
+    `bounds` are those of one call. The second part begins its chunks at `at`, so it rounds elsewhere. What the tolerance of one
+    call does not cover is judged by runs that begin a chunk there too. Most calls need no such runs.
+    """
+    if bench.algorithm != "chunkwise":
+        return bounds
+    restarted = functools.cache(lambda: bench.bounds(inputs, cotangents, restart=at))
+
+    def of(name: str) -> Bound:
+        return bounds[name].otherwise(lambda: restarted()[name])
+
+    return {name: of(name) for name in bounds}
 
 
 def visible(moved: Results, bounds: dict[str, Bound]) -> bool:

@@ -15,7 +15,19 @@ from properties.laws import common as common_laws
 from properties.laws.common import view
 from properties.laws.far_views import FAR, far, far_examples, lacks_far
 from properties.laws.history import history_law
-from properties.laws.law import Bench, Blind, Law, Pair, either, examples_of, pairs_of, visible, with_others
+from properties.laws.law import (
+    Bench,
+    Blind,
+    Law,
+    Pair,
+    bounds_as,
+    either,
+    examples_of,
+    in_two_parts,
+    pairs_of,
+    visible,
+    with_others,
+)
 from properties.laws.recompute import recompute_law
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain, layer_cases
@@ -44,15 +56,14 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
     case, at = example.case, example.at
     assert at is not None
     inputs, _ = bench.call(case)
-    bounds = bench.bounds(inputs, None)
-    if example.variant == "steps" and bench.algorithm != "recurrent":
-        other = bench.bounds(inputs, None, "recurrent")
-        bounds = {name: bound.beside(other[name]) for name, bound in bounds.items()}
+    bounds = bounds_as(bench, inputs, None, "recurrent") if example.variant == "steps" else bench.bounds(inputs, None)
     tail = {"y": bounds["y"].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
     lost = bench.truth(_part(inputs, at, None, None), None)
     if not visible({name: lost[name] for name in tail}, tail):
         raise Blind("states lost after the prompt would not show")
     got = bench.run(inputs.replaced(hidden=inputs.hidden[:, :at]), None)
+    if example.variant != "steps":
+        bounds = in_two_parts(bench, bounds, inputs, None, at)
     rows, ends = [got["y"]], [at, *(range(at + 1, case.lengths[0]) if example.variant == "steps" else ()), case.lengths[0]]
     for start, stop in itertools.pairwise(ends):
         part = _part(inputs, start, stop, got)

@@ -24,7 +24,14 @@ BITS = 24  # of a disturbance
 class CallBench(AdapterBench):
     """A Bench (properties/laws/law.py) for a callable without a reference."""
 
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
+    def bounds(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        algorithm: str | None = None,  # noqa: ARG002
+        *,
+        restart: int = 0,  # noqa: ARG002
+    ) -> dict[str, Bound]:
         """The results of a call of copies of the inputs, and for each row how far disturbed inputs move it.
 
         A row is the vector along the last axis; each number of a vector of parameters is a row of its own. AdapterFault if a result

@@ -13,7 +13,14 @@ from verify.bench.answer import sizes_of
 class Compiling(AdapterBench):
     """A bench that calls the implementation only so that its kernels are compiled. Truths and tolerances are placeholders."""
 
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
+    def bounds(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        algorithm: str | None = None,  # noqa: ARG002
+        *,
+        restart: int = 0,  # noqa: ARG002
+    ) -> dict[str, Bound]:
         """Zeros with tolerances of -1, which every error exceeds, so that no law gives up because its case is blind."""
         ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
         return {
