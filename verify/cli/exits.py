@@ -33,6 +33,11 @@ EXITS_OF = {
         "a form or a claim is wrong",
         "nothing is measured, a release is missing, or something failed",
     ),
+    "arithmetic": _told(
+        "every measure is known for this card, or the tolerances cover it",
+        "the tolerances do not cover a measure",
+        "there is no table for this card, or a probe failed",
+    ),
     "completion": _told("the script is printed", None, "gdn-verify itself failed"),
     "certificate": _told(
         "the certificate is right: the record, the sources and the signature are as they were, and every law held",

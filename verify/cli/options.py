@@ -157,14 +157,12 @@ def find_in(folder: str | None) -> None:
     sys.path.insert(1, os.path.abspath(folder))
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the processes that share a case."""
-    parser.add_argument(
-        "--ranks",
-        type=positive_word,
-        metavar="N",
-        help="for a parallel path: number of processes that share each case (default: simulated ranks; under torchrun: its own)",
-    )
+RANKS = "for a parallel path: number of processes that share each case (default: simulated ranks; under torchrun: its own)"
+
+
+def add_ranks(parser: argparse.ArgumentParser, words: str = RANKS) -> None:
+    """Add the options about the processes that share a case. `words` says what they do for a verb."""
+    parser.add_argument("--ranks", type=positive_word, metavar="N", help=words)
     parser.add_argument(
         "--backend", choices=BACKENDS, help="library over which ranks communicate (default: nccl if each rank has a GPU, else gloo)"
     )

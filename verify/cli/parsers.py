@@ -105,7 +105,7 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,repeat,known,launches,soak,zoo,claims,fetch,completion,certificate}",
+        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,soak,zoo,claims,fetch,completion,certificate}",
         dest="verb",
     )
 
@@ -126,6 +126,9 @@ def parser() -> OptionParser:
     _repeat(verb("repeat", "repeat_command:repeat", "run one printed line again"))
     _known(verb("known", "known_command:put_on_file", "put a failure on file as a known defect"))
     _launches(verb("launches", "launches_command:launches", "find the kernel launch that gives other numbers in another call"))
+    _arithmetic(
+        verb("arithmetic", "arithmetic_command:act", "measure how the device computes, and compare it with its known table")
+    )
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
@@ -288,6 +291,13 @@ def _launches(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_common(parser, keeps=False, examples=False)
+
+
+def _arithmetic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=DEVICES, help="the device to measure (default: cuda if there is a GPU, else cpu)")
+    add_ranks(parser, "number of processes for the collectives (default: the GPUs, at most 4; 4 on a CPU; under torchrun: its own)")
+    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE")
+    parser.add_argument("--record", metavar="FILE", help="also write what was measured to FILE, as the table of a known card")
 
 
 def _zoo(parser: argparse.ArgumentParser) -> None:
