@@ -14,9 +14,8 @@ from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error, print_line, write
 from verify.findings.text_table import text_table
 from verify.gpu import device as devices
-from verify.gpu.arithmetic.cards import Card, Compared, compared, read
+from verify.gpu.arithmetic.cards import Card, Comparison, Measure, compared, read
 from verify.gpu.arithmetic.exchanges import EXCHANGES
-from verify.gpu.arithmetic.operations import Measure
 from verify.gpu.arithmetic.probes import PROBES
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering, RankGroup
@@ -89,14 +88,14 @@ def asked(worker: Answering, question: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(lost)}
 
 
-def exit_code(rows: Sequence[Compared]) -> int:
+def exit_code(rows: Sequence[Comparison]) -> int:
     """The exit code: 1 if the tolerances do not cover a measure; 3 if a probe failed or a measure is not known; otherwise 0."""
     if not all(row.covered for row in rows):
         return BROKEN
     return UNDECIDED if any(row.measured is None or row.known is None for row in rows) or not rows else HOLDS
 
 
-def _print(measured: Card, card: Card | None, rows: Sequence[Compared], ranks: int) -> None:
+def _print(measured: Card, card: Card | None, rows: Sequence[Comparison], ranks: int) -> None:
     print_line(f"{measured.card}; {_words(measured)}")
     print_line(f"known: {card.date}; {_words(card)}" if card else "known: there is no table for this card")
     cells = [(row.name, _cell(row.measured), _cell(row.known), row.result, row.concerns) for row in rows]
@@ -117,7 +116,7 @@ def _cell(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _write(options: argparse.Namespace, measured: Card, card: Card | None, rows: Sequence[Compared], code: int) -> bool:
+def _write(options: argparse.Namespace, measured: Card, card: Card | None, rows: Sequence[Comparison], code: int) -> bool:
     """Write the files that the options name. Returns whether that worked."""
     written = True
     if options.json is not None:

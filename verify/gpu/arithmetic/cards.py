@@ -1,4 +1,4 @@
-"""The tables of known cards, and how measures are compared with them."""
+"""What probes measure, the tables of known cards, and how measures are compared with them."""
 
 import dataclasses
 import json
@@ -8,11 +8,25 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verify.gpu.arithmetic.operations import Measure
-
 FOLDER = pathlib.Path(__file__).parent / "cards"
 NEAR = 1.25  # numbers by a larger factor apart differ, and so do those that are more than EDGE apart beside it
 EDGE = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What a probe has measured: a number, or words.
+
+    - `limit`: what the tolerances assume, whatever the card: the largest absolute value of a number, or a regular expression that
+      the words match. None: anything
+    - `concerns`: what relies on it: a row of the table of operations in docs/explanation/rounding.md, and behind a colon the names
+      in oracles/arithmetic/rounding.py that model it
+    """
+
+    name: str
+    value: float | str
+    limit: float | str | None
+    concerns: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Card:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class Comparison:
     """A measure beside the table of its card.
 
     `known` is None if the table does not have it. `error` says why a probe has measured nothing.
@@ -65,7 +79,7 @@ class Compared:
             limit = f"match {self.limit}" if isinstance(self.limit, str) else f"be {self.limit:g} at most"
             return f"NOT COVERED: it must {limit}"
         if self.known is None:
-            return "not known"
+            return "not known, covered by the tolerances"
         return "same" if near(self.measured, self.known) else "DIFFERS, covered by the tolerances"
 
     def to_json(self) -> dict[str, Any]:
@@ -93,8 +107,8 @@ def near(measured: float | str, known: float | str) -> bool:
     return least - EDGE <= measured <= most + EDGE
 
 
-def compared(measures: Sequence[Measure], failed: Mapping[str, str], card: Card | None) -> list[Compared]:
+def compared(measures: Sequence[Measure], failed: Mapping[str, str], card: Card | None) -> list[Comparison]:
     """Every measure beside the table, and then the probes that failed, each with its error."""
     known = card.measured if card else {}
-    rows = [Compared(one.name, one.value, known.get(one.name), one.limit, one.concerns) for one in measures]
-    return rows + [Compared(name, None, None, None, "", error) for name, error in failed.items()]
+    rows = [Comparison(one.name, one.value, known.get(one.name), one.limit, one.concerns) for one in measures]
+    return rows + [Comparison(name, None, None, None, "", error) for name, error in failed.items()]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.arithmetic.rounding import BITS
-from verify.gpu.arithmetic.operations import Measure
+from verify.gpu.arithmetic.cards import Measure
 from verify.gpu.arithmetic.probes import normal
 from verify.ranks.collectives import Distributed
 
@@ -19,7 +19,7 @@ Reduce = Callable[[str, Tensor], Tensor]
 Probe = Callable[[Reduce, int], Iterator[Measure]]
 SIZES = (8, 4096)
 REPEATS = 5
-HOPS = "sums of gradients over ranks: docs/how-to/several-gpus.md"
+HOPS = "sums over ranks"
 
 
 def between_processes(device: torch.device) -> Reduce:

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verify.gpu.arithmetic.operations import Operations
-
 TILE = 64  # rows and columns of a product, and the terms that one tl.dot adds
 BLOCK = 256
 
@@ -73,16 +71,19 @@ def add_kernel(x, out, N: tl.constexpr):
     tl.atomic_add(out + at * 0, tl.load(x + at))
 
 
-class TritonOperations(Operations):
-    """The operations of Triton's kernels and of torch on one device."""
+class Operations:
+    """What probes call: Triton's kernels and torch, on one device. Tensors go in and come out on the CPU.
+
+    `points` is how many numbers a function is tried on, and `added` how many numbers an atomic sum has, in each dtype of `atomics`.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        on_gpu = device.type == "cuda"
+        self.device, on_gpu = device, device.type == "cuda"
         self.points, self.added = (1 << 20, 1 << 16) if on_gpu else (1 << 15, 1 << 10)
-        self.atomics = self.atomics if on_gpu else (torch.float32, torch.float16)  # the interpreter's
+        self.atomics = (torch.float32, torch.float16, *((torch.bfloat16,) if on_gpu else ()))  # the interpreter has no bfloat16
 
     def dot(self, a: Tensor, b: Tensor, total: Tensor | None = None, precision: str | None = None, rows: int = TILE) -> Tensor:
+        """Return total + a @ b in float32, with a [64 n, 64 m] and b [64 m, 64], in programs of 16 or 64 rows."""
         total = torch.zeros(len(a), TILE) if total is None else total
         a, b, total = (x.to(self.device).contiguous() for x in (a, b, total))
         out = torch.empty_like(total)
@@ -90,6 +91,7 @@ class TritonOperations(Operations):
         return out.cpu()
 
     def matmul(self, a: Tensor, b: Tensor, *, tf32: bool) -> Tensor:
+        """Return torch's a @ b of float32, where torch may use TF32 or may not."""
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
@@ -98,10 +100,10 @@ class TritonOperations(Operations):
             torch.backends.cuda.matmul.allow_tf32 = before
 
     def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+        """Return a function of float32 numbers by name. "x*x - y*y" is one; `fusion` says whether it may become an fma."""
         size = x.numel()
         padded = torch.ones(2, -(-size // BLOCK) * BLOCK)
-        padded[0, :size] = x
-        padded[1, :size] = x if y is None else y
+        padded[0, :size], padded[1, :size] = x, x if y is None else y
         one, other = padded.to(self.device)
         out = torch.empty_like(one)
         options = {} if fusion else {"enable_fp_fusion": False}
@@ -109,17 +111,20 @@ class TritonOperations(Operations):
         return out[:size].cpu()
 
     def scan(self, x: Tensor, warps: int) -> tuple[Tensor, Tensor]:
+        """Return the cumulative sums and the sum of each row of x, from a kernel with so many warps."""
         out = torch.empty(len(x), x.shape[1] + 1, device=self.device)
         scan_kernel[(len(x),)](x.to(self.device), out, x.shape[1], num_warps=warps)
         out = out.cpu()
         return out[:, :-1], out[:, -1]
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return float32 numbers, a multiple of 256, in another dtype."""
         out = torch.empty(x.numel(), dtype=dtype, device=self.device)
         cast_kernel[(x.numel() // BLOCK,)](x.to(self.device), out, BLOCK)
         return out.cpu()
 
     def atomic_sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all x, a multiple of 256 numbers, that atomic additions in the dtype of x make."""
         out = torch.zeros(1, dtype=x.dtype, device=self.device)
         add_kernel[(x.numel() // BLOCK,)](x.to(self.device), out, BLOCK)
         return out.cpu()

@@ -6,14 +6,18 @@ A probe takes `Operations` and yields measures. Its inputs are the same on every
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from oracles.arithmetic.rounding import FUNCTION_BITS, SINGLE, TF32_BITS, summed
-from verify.gpu.arithmetic.operations import Measure, Operations
+from verify.gpu.arithmetic.cards import Measure
 
-Probe = Callable[[Operations], Iterator[Measure]]
+if TYPE_CHECKING:
+    from verify.gpu.arithmetic.kernels import Operations  # it imports Triton
+
+Probe = Callable[["Operations"], Iterator[Measure]]
 ATOMICS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "TF32": torch.float32}
 SIDE, WIDE = 64, 256
@@ -22,31 +26,37 @@ WARPS = (1, 2, 4, 8)
 REPEATS = 20
 ULP = 2.0**SINGLE  # relative to a number, its unit in the last place is at most twice 1 / ULP
 
-OPERANDS = "products of float32 in TF32: TF32_BITS and CUT"
-INSTRUCTION = "an instruction of a matrix unit: no bias of sums is modelled"
-SUMS = "sums of products in float32: summed"
-FUNCTIONS = "exp and other functions: FUNCTION_BITS"
-FLUSHES = "functions flush numbers below 2^-126: SMALLEST"
-ORDER = "sums and cumulative sums: a total rounds by itself"
-CASTS = "stored values and outputs: round to nearest"
+# What measures concern (Measure.concerns)
+OPERANDS = "tl.dot of float32 in TF32: TF32_BITS, CUT"
+TORCH_OPERANDS = "cuBLAS with allow_tf32: TF32_BITS"
+INSTRUCTION = "an instruction of a matrix unit"
+FULL = "products of float32 without TF32: summed"
+EXP = "tl.exp, tl.sigmoid: SINGLE, FUNCTION_BITS"
+FUNCTIONS = "other functions, and division: FUNCTION_BITS"
+FLUSHES = "numbers below 2^-126: SMALLEST"
+ORDER = "sums and cumulative sums: summed"
+CONTRACTED = "a product and a sum: SINGLE"
+CASTS = "float32 to bfloat16 and float16: BITS"
+ATOMIC = "atomic additions: summed"
 # A number that rounds to TF32_BITS bits errs by as much as one that is cut off behind TF32_BITS stored bits, or that rounds to one
 # stored bit less: the first bit of a number is not stored.
-OPERAND_LIMIT = rf"exact|2[0-2] bits.*|1[0-9] bits, (cut|nearest.*)|{TF32_BITS - 1} bits, nearest.*"
-OPERAND_LIMITS = {None: OPERAND_LIMIT, "tf32x3": "exact|2[0-2] bits.*", "ieee": "exact"}
+_KEPT = "|".join(map(str, range(TF32_BITS, SINGLE - 1)))
+OPERAND_LIMIT = rf"exact|({_KEPT}) bits, (cut|nearest.*|not told)|{TF32_BITS - 1} bits, nearest.*"
+OPERAND_LIMITS = {None: OPERAND_LIMIT, "tf32x3": "exact|.*not told", "ieee": "exact"}
 
 
 # Products
 
 
-def operand(name: str, product: Callable[[Tensor], Tensor], limit: str = OPERAND_LIMIT) -> Measure:
+def operand(name: str, product: Callable[[Tensor], Tensor], limit: str, concerns: str) -> Measure:
     """How a product rounds an operand. `product` returns, for up to 64 numbers, each of them times 1."""
     powers = 2.0 ** -torch.arange(1, SINGLE)
     same = (product(1 + powers) == 1 + powers).tolist()
     bits = same.index(False) if False in same else SINGLE - 1
     if bits == SINGLE - 1:
-        return Measure(name, "exact", limit, OPERANDS)
+        return Measure(name, "exact", limit, concerns)
     if bits > SINGLE - 4:
-        return Measure(name, f"{bits} bits, not told", limit, OPERANDS)
+        return Measure(name, f"{bits} bits, not told", limit, concerns)
     unit = 2.0**-bits
     tried = torch.tensor([1 + unit / 2, 1 + unit / 2 + unit / 8, 1 + 1.5 * unit, 1 + unit - 2.0**-23, -1 - unit / 2])
     units = ((product(tried).double() * tried.double().sign() - 1) / unit).tolist()
@@ -55,10 +65,10 @@ def operand(name: str, product: Callable[[Tensor], Tensor], limit: str = OPERAND
         (0, 1, 2, 1, 0): "nearest, ties to even",
         (1, 1, 2, 1, 1): "nearest, ties away",
     }
-    return Measure(name, f"{bits} bits, {ways.get(tuple(units), f'otherwise: {units}')}", limit, OPERANDS)
+    return Measure(name, f"{bits} bits, {ways.get(tuple(units), f'otherwise: {units}')}", limit, concerns)
 
 
-def times_one(ops: Operations, precision: str | None, side: str) -> Callable[[Tensor], Tensor]:
+def times_one(ops: "Operations", precision: str | None, side: str) -> Callable[[Tensor], Tensor]:
     """The products of numbers, as operand `side` of tl.dot, with 1."""
 
     def product(x: Tensor) -> Tensor:
@@ -71,32 +81,33 @@ def times_one(ops: Operations, precision: str | None, side: str) -> Callable[[Te
     return product
 
 
-def operands(ops: Operations) -> Iterator[Measure]:
+def operands(ops: "Operations") -> Iterator[Measure]:
     """How float32 operands of products are rounded, and how far off such products are."""
     left, right = normal(0, SIDE, SIDE), normal(1, SIDE, SIDE)
     truth, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
-    for precision in (None, "tf32x3", "ieee"):
-        name = f"tl.dot of float32, {precision or 'default'}"
+    for precision, allowed in OPERAND_LIMITS.items():
+        name, concerns = f"tl.dot of float32, {precision or 'default'}", FULL if precision else OPERANDS
         for side in "ab":
-            yield operand(f"{name}: operand {side}", times_one(ops, precision, side), OPERAND_LIMITS[precision])
+            yield operand(f"{name}: operand {side}", times_one(ops, precision, side), allowed, concerns)
         off = (ops.dot(left, right, precision=precision).double() - truth).abs() / size
         limit = 2.0 ** (SINGLE - TF32_BITS + 1) if precision is None else 2.0 ** (SINGLE - summed(SIDE) + 1)
-        yield Measure(f"{name}: error, in 2^-24 of the terms", float(off.max()) * ULP, limit, SUMS if precision else OPERANDS)
+        yield Measure(f"{name}: worst error, in 2^-24 of the terms", float(off.max()) * ULP, limit, concerns)
 
 
-def torch_operands(ops: Operations) -> Iterator[Measure]:
+def torch_operands(ops: "Operations") -> Iterator[Measure]:
     """How torch's products round float32 operands."""
-    for tf32, limit in ((True, OPERAND_LIMIT), (False, "exact")):
-        yield operand(f"torch.mm of float32, allow_tf32={tf32}: operand", functools.partial(_mm_with_one, ops, tf32=tf32), limit)
+    for tf32, limit, concerns in ((True, OPERAND_LIMIT, TORCH_OPERANDS), (False, "exact", FULL)):
+        product = functools.partial(_mm_with_one, ops, tf32=tf32)
+        yield operand(f"torch.mm of float32, allow_tf32={tf32}: operand", product, limit, concerns)
 
 
-def _mm_with_one(ops: Operations, x: Tensor, *, tf32: bool) -> Tensor:
+def _mm_with_one(ops: "Operations", x: Tensor, *, tf32: bool) -> Tensor:
     a, b = torch.zeros(WIDE, WIDE), torch.zeros(WIDE, WIDE)
     a[: len(x), 0], b[0] = x, 1.0
     return ops.matmul(a, b, tf32=tf32)[: len(x), 0]
 
 
-def in_one_dot(ops: Operations, dtype: torch.dtype, left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+def in_one_dot(ops: "Operations", dtype: torch.dtype, left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """For each row: its total, and the sum of the products left * right along it; at most 64 rows and columns."""
     a, b, c = (torch.zeros(SIDE, SIDE) for _ in range(3))
     a[: len(left), : left.shape[1]] = left
@@ -106,7 +117,7 @@ def in_one_dot(ops: Operations, dtype: torch.dtype, left: Tensor, right: Tensor,
     return ops.dot(a.to(dtype), b.to(dtype), c).diag()[: len(left)].double()
 
 
-def instruction(ops: Operations, name: str) -> Iterator[Measure]:
+def instruction(ops: "Operations", name: str) -> Iterator[Measure]:
     """How a matrix unit adds: how many products at a time, down to which bit, how it rounds the sum, and the bias of long sums."""
     dtype, unit = DTYPES[name], f"tl.dot of {name}"
     yield Measure(f"{unit}: last bit of an addend beside 1", _last_bit(ops, dtype), r"2\^-(2[3-9])", INSTRUCTION)
@@ -126,7 +137,7 @@ def instruction(ops: Operations, name: str) -> Iterator[Measure]:
         yield Measure(f"{unit}: subnormal products", words, "kept|flushed", FLUSHES)
 
 
-def _last_bit(ops: Operations, dtype: torch.dtype) -> str:
+def _last_bit(ops: "Operations", dtype: torch.dtype) -> str:
     """The lowest power of two that is left of its sum with 1 and -1 in the same instruction."""
     powers = torch.arange(18, 29)
     one, low = torch.ones(len(powers)), powers // 2
@@ -138,7 +149,7 @@ def _last_bit(ops: Operations, dtype: torch.dtype) -> str:
     return f"2^-{int(powers[0]) + last - 1}"
 
 
-def _together(ops: Operations, dtype: torch.dtype) -> str:
+def _together(ops: "Operations", dtype: torch.dtype) -> str:
     """How many products are aligned to the largest of them, which is followed by its negative."""
     left = 2.0**-14 * torch.eye(SIDE)
     right = left.clone()
@@ -148,7 +159,7 @@ def _together(ops: Operations, dtype: torch.dtype) -> str:
     return str(first + 2) if all(kept[first:]) else "otherwise"
 
 
-def _sum_rounds(ops: Operations, dtype: torch.dtype) -> str:
+def _sum_rounds(ops: "Operations", dtype: torch.dtype) -> str:
     """How the sum of an accumulator and a product rounds to float32."""
     total = torch.tensor([1.0, -1.0, 1.0, 1.0])
     left = torch.tensor([[1.5 * 2.0**-12], [-1.5 * 2.0**-12], [-(2.0**-12)], [-(2.0**-13)]])
@@ -174,7 +185,7 @@ def _bias(name: str, left: Tensor, right: Tensor, got: Tensor) -> Measure:
 # Functions
 
 
-def functions(ops: Operations) -> Iterator[Measure]:
+def functions(ops: "Operations") -> Iterator[Measure]:
     """The worst error of each function over a range."""
     count, every = ops.points, normal_numbers(ops.points)
     shuffled = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(6))]
@@ -195,10 +206,10 @@ def functions(ops: Operations) -> Iterator[Measure]:
         truth = exactly(name, x, y)
         error = ((ops.function(name, x, y).double() - truth) / unit_of(truth)).abs()
         worst = float(error.nan_to_num(math.inf).max())
-        yield Measure(f"tl {name} on {words}: worst error in ulp", worst, _function_limit(largest), FUNCTIONS)
+        yield Measure(f"tl {name} on {words}: worst error in ulp", worst, _function_limit(largest), EXP if largest else FUNCTIONS)
 
 
-def subnormals(ops: Operations) -> Iterator[Measure]:
+def subnormals(ops: "Operations") -> Iterator[Measure]:
     """Whether functions give 0 in place of a number below 2^-126, or take 0 for it."""
     small: list[tuple[str, float, float | None]] = [
         ("exp", -90.0, None),
@@ -218,14 +229,14 @@ def subnormals(ops: Operations) -> Iterator[Measure]:
         yield Measure(f"tl {name}: subnormal numbers", words, "kept|flushed", FLUSHES)
 
 
-def contraction(ops: Operations) -> Iterator[Measure]:
+def contraction(ops: "Operations") -> Iterator[Measure]:
     """Whether a product and a sum become an fma, which rounds once."""
     x = torch.full((8,), 1 + 2.0**-12)
     for fusion in (True, False):
         left = ops.function("x*x - y*y", x, x, fusion=fusion).double().unique().tolist()
         words = {(0.0,): "two roundings", (2.0**-24,): "one fma", (-(2.0**-24),): "one fma"}.get(tuple(left), f"otherwise: {left}")
         name = "x*x - y*y" + ("" if fusion else ", enable_fp_fusion=False")
-        yield Measure(name, words, "two roundings|one fma", "products and sums of values: each rounds, or both at once")
+        yield Measure(name, words, "two roundings|one fma", CONTRACTED)
 
 
 def _function_limit(largest: float) -> float:
@@ -246,7 +257,7 @@ def exactly(name: str, x: Tensor, y: Tensor | None = None) -> Tensor:
 # Sums, casts, atomics
 
 
-def sums(ops: Operations) -> Iterator[Measure]:
+def sums(ops: "Operations") -> Iterator[Measure]:
     """Whether sums and cumulative sums depend on the number of warps, and how far they are off."""
     for width in (64, 1024):
         x = normal(7, 512, width)
@@ -274,7 +285,7 @@ def _alike(got: dict[int, Tensor]) -> str:
     return " | ".join(", ".join(map(str, group)) for group in groups)
 
 
-def casts(ops: Operations) -> Iterator[Measure]:
+def casts(ops: "Operations") -> Iterator[Measure]:
     """How float32 becomes bfloat16 and float16: ties, overflow, subnormal numbers, NaN."""
     every = torch.arange(-(1 << 31), 1 << 31, (1 << 32) // ops.points | 1)
     beside = torch.tensor([-1, 0, 1]).unsqueeze(1)  # ties, and the numbers beside them
@@ -295,7 +306,7 @@ def casts(ops: Operations) -> Iterator[Measure]:
         yield Measure(f"float32 to {name}", f"{rounds}; {nan}", "nearest, ties to even; NaN (?!LOST).*", CASTS)
 
 
-def atomics(ops: Operations, name: str) -> Iterator[Measure]:
+def atomics(ops: "Operations", name: str) -> Iterator[Measure]:
     """Whether atomic additions add, and whether they add in the same order again."""
     dtype = ATOMICS[name]
     if dtype not in ops.atomics:
@@ -304,7 +315,7 @@ def atomics(ops: Operations, name: str) -> Iterator[Measure]:
     x = normal(8, ops.added).to(dtype)
     different = {ops.atomic_sum(x).item() for _ in range(REPEATS)}
     words = f"wrong: {counted}" if counted != 256 else "adds, repeats" if len(different) == 1 else "adds, varies"
-    yield Measure(f"tl.atomic_add of {name}", words, "adds.*", "sums that repeat bit for bit")
+    yield Measure(f"tl.atomic_add of {name}", words, "adds.*", ATOMIC)
 
 
 # Numbers

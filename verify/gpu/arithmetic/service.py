@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from verify.gpu import device as devices
+from verify.gpu.arithmetic.cards import Measure
 from verify.gpu.arithmetic.exchanges import EXCHANGES, between_processes
-from verify.gpu.arithmetic.operations import Measure
 from verify.gpu.arithmetic.probes import PROBES
 from verify.process import messages
 from verify.process.messages import Join
@@ -51,9 +51,9 @@ def probed(name: str) -> dict[str, Any]:
 def _probe(name: str) -> Iterator[Measure]:
     if name in EXCHANGES:
         return EXCHANGES[name](between_processes(_device()), dist.get_world_size())
-    from verify.gpu.arithmetic.kernels import TritonOperations  # it imports Triton
+    from verify.gpu.arithmetic.kernels import Operations  # it imports Triton
 
-    return PROBES[name](TritonOperations(_device()))
+    return PROBES[name](Operations(_device()))
 
 
 def _reason(error: Exception) -> str:
