@@ -34,9 +34,9 @@ EXITS_OF = {
         "nothing is measured, a release is missing, or something failed",
     ),
     "arithmetic": _told(
-        "every measure is known for this card, or the tolerances cover it",
+        "every measure is known for this card, and the tolerances cover it",
         "the tolerances do not cover a measure",
-        "there is no table for this card, or a probe failed",
+        "a measure is not known for this card, a probe failed, or a file could not be written",
     ),
     "completion": _told("the script is printed", None, "gdn-verify itself failed"),
     "certificate": _told(
