@@ -259,7 +259,7 @@ WRONG: list[tuple[type[Right], str, str, str]] = [
     (AddsMore, "sums of products of bfloat16", "tl.dot of bfloat16: products in an instruction", COVERED),
     (RoundsSums, "sums of products of TF32", "tl.dot of TF32: rounding of a sum", COVERED),
     (RoundsSumsUp, "sums of products of float16", "tl.dot of float16: rounding of a sum", BEYOND),
-    (HasTwoPaths, "sums of products of bfloat16", "tl.dot of bfloat16: M=16 and M=64, equal results in %", COVERED),
+    (HasTwoPaths, "sums of products of bfloat16", "tl.dot of bfloat16: equal results of M=16 and M=64", COVERED),
     (
         AddsInHalf,
         "sums of products of bfloat16",
@@ -350,13 +350,13 @@ MERGED = "all_reduce over 4 ranks: bfloat16"
 @pytest.mark.parametrize(
     ("reduce", "measure", "result"),
     [
-        (keeps_nan, "all_reduce MAX over 4 ranks: NaN on rank 0, 1, ... kept, in %", COVERED),
-        (scatters_in_another_order, "reduce_scatter over 4 ranks: bfloat16, equal to all_reduce, in %", COVERED),
+        (keeps_nan, "all_reduce MAX over 4 ranks: NaN on rank 0, 1, ... kept", COVERED),
+        (scatters_in_another_order, "reduce_scatter over 4 ranks: bfloat16, equal to all_reduce", COVERED),
         (differs_by_rank, MERGED, BEYOND),
         (Varies(), MERGED, BEYOND),
         (loses_a_rank, f"{MERGED}, worst error in half units of the terms", BEYOND),
-        (rounds_once, f"{MERGED}, equal to one rounding, in %", COVERED),
-        (rounds_once, f"{MERGED}, 1 on rank 0, 1, ... rounded once, in %", COVERED),
+        (rounds_once, f"{MERGED}, equal to one rounding", COVERED),
+        (rounds_once, f"{MERGED}, 1 on rank 0, 1, ... rounded once", COVERED),
     ],
 )
 def test_a_probe_of_ranks_reports_other_sums(reduce: exchanges.Reduce, measure: str, result: str) -> None:
@@ -530,4 +530,4 @@ def test_the_kernels_run_in_a_worker() -> None:
 def test_ranks_run_the_collectives() -> None:
     with RankGroup(2, "gloo", 60, serves=arithmetic_command.SERVES) as group:
         measured = measured_by(group, exchanges.EXCHANGES)
-    assert measured["all_reduce over 2 ranks: bfloat16, equal to one rounding, in %"] == 100
+    assert measured["all_reduce over 2 ranks: bfloat16, equal to one rounding"] == "100 %"

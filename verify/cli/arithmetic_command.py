@@ -1,11 +1,13 @@
 """The verb `arithmetic`: measure how the device at hand computes, and compare that with what is known of its card."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
@@ -18,18 +20,18 @@ from verify.gpu.arithmetic.cards import Card, Comparison, Measure, compared, rea
 from verify.gpu.arithmetic.exchanges import EXCHANGES
 from verify.gpu.arithmetic.probes import PROBES
 from verify.process.worker import Worker, WorkerLost
-from verify.ranks.group import Answering, RankGroup
+from verify.ranks.group import Answering, Group, RankGroup
 from verify.ranks.torchrun import TorchrunGroup, follow, launched
 
 SERVES = "verify.gpu.arithmetic.service:answer"
 RANKS = 4  # the most ranks without --ranks: tables have what two and four do
 DEADLINE_S = 120.0  # of each probe
+RESULTS = ("same", "DIFFERS", "NOT COVERED", "not known", "FAILED")
 
 
 def act(options: argparse.Namespace) -> int:
     """Run the probes, print the table, and write what the options name. Returns the exit code."""
-    launch = launched()
-    device = device_of(options.device)
+    launch, device = launched(), device_of(options.device)
     if launch is not None and options.ranks not in (None, launch.size):
         raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
     ranks = launch.size if launch else options.ranks or min(RANKS, devices.gpus() if device == "cuda" else RANKS)
@@ -38,8 +40,17 @@ def act(options: argparse.Namespace) -> int:
         return follow(launch, backend, serves=SERVES)
     for option in ("json", "record"):
         check_writable(f"--{option}", getattr(options, option))
-    known, start = read(), time.monotonic()
-    measures, failed = list[Measure](), dict[str, str]()
+    if launch is None:
+        return _measure(options, device, ranks, lambda: RankGroup(ranks, backend, DEADLINE_S, serves=SERVES))
+    group = TorchrunGroup(launch, backend, DEADLINE_S, serves=SERVES)  # first, so that other ranks see that this one is alive
+    with contextlib.closing(group):
+        group.code = _measure(options, device, ranks, lambda: contextlib.nullcontext(group))
+        return group.code
+
+
+def _measure(options: argparse.Namespace, device: str, ranks: int, group: Callable[[], AbstractContextManager[Group]]) -> int:
+    """Ask a worker, and then ranks, for every measure, compare and report them. Returns the exit code."""
+    start, measures, failed = time.monotonic(), list[Measure](), dict[str, str]()
 
     def ask(worker: Answering, probe: str) -> None:
         print_line(f"{time.monotonic() - start:5.1f} s  {probe}", sys.stderr)
@@ -48,36 +59,25 @@ def act(options: argparse.Namespace) -> int:
         if reason := reply.get("failed") or reply.get("error"):
             failed[probe] = reason
 
-    group: TorchrunGroup | RankGroup | None = None
-    if launch is not None:  # before the rest, so that the other ranks see that this one is alive
-        group = TorchrunGroup(launch, backend, DEADLINE_S, serves=SERVES)
-    code = UNDECIDED
-    try:
-        with Worker(DEADLINE_S, environment=devices.environment(device), serves=SERVES) as worker:
-            here = asked(worker, {})
-            for probe in PROBES if "error" not in here else ():
-                ask(worker, probe)
-        if "error" in here:
-            print_error(f"the device cannot be used: {here['error']}")
+    with Worker(DEADLINE_S, environment=devices.environment(device), serves=SERVES) as worker:
+        host = asked(worker, {})
+        if "error" in host:
+            print_error(f"the device cannot be used: {host['error']}")
             return UNDECIDED
-        if ranks > 1:
-            group = group or RankGroup(ranks, backend, DEADLINE_S, serves=SERVES)
+        for probe in PROBES:
+            ask(worker, probe)
+    if ranks > 1:
+        with group() as joined:
             for probe in EXCHANGES:
-                ask(group, probe)
-        measured = Card(
-            here["card"], datetime.date.today().isoformat(), here["versions"], {one.name: one.value for one in measures}
-        )
-        card = known.get(measured.card)
-        rows = compared(measures, failed, card)
-        code = exit_code(rows)
-        _print(measured, card, rows, ranks)
-        written = _write(options, measured, card, rows, code)
-        return code if written or code != HOLDS else UNDECIDED
-    finally:
-        if group is not None:
-            if isinstance(group, TorchrunGroup):
-                group.code = code
-            group.close()
+                ask(joined, probe)
+    today = datetime.date.today().isoformat()
+    measured = Card(host["card"], today, host["versions"], {one.name: one.value for one in measures})
+    card = read().get(measured.card)
+    rows = compared(measures, failed, card)
+    code = exit_code(rows)
+    _print(measured, card, rows, ranks)
+    written = _write(options, measured, card, rows, code)
+    return code if written or code != HOLDS else UNDECIDED
 
 
 def asked(worker: Answering, question: dict[str, Any]) -> dict[str, Any]:
@@ -102,9 +102,7 @@ def _print(measured: Card, card: Card | None, rows: Sequence[Comparison], ranks:
     write("\n".join(text_table(("probe", "measured", "known", "result", "concerns"), cells)), sys.stdout)
     if ranks < 2:
         print_line("collectives were not measured: there is one rank")
-    counts = {
-        word: sum(row.result.startswith(word) for row in rows) for word in ("same", "DIFFERS", "NOT COVERED", "not known", "FAILED")
-    }
+    counts = {word: sum(row.result.startswith(word) for row in rows) for word in RESULTS}
     print_line(", ".join(f"{count} {word}" for word, count in counts.items() if count))
 
 

@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 FOLDER = pathlib.Path(__file__).parent / "cards"
 NEAR = 1.25  # numbers by a larger factor apart differ, and so do those that are more than EDGE apart beside it
 EDGE = 0.25
@@ -27,6 +29,11 @@ class Measure:
     value: float | str
     limit: float | str | None
     concerns: str
+
+
+def share(equal: Tensor) -> str:
+    """How many elements of a tensor are true, as whole percent."""
+    return f"{100 * float(equal.double().mean()):.0f} %"
 
 
 @dataclasses.dataclass(frozen=True)

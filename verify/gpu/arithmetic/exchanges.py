@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.arithmetic.rounding import BITS
-from verify.gpu.arithmetic.cards import Measure
+from verify.gpu.arithmetic.cards import Measure, share
 from verify.gpu.arithmetic.probes import normal
 from verify.ranks.collectives import Distributed
 
@@ -47,9 +47,8 @@ def added(reduce: Reduce, ranks: int) -> Iterator[Measure]:
             rows = torch.full((ranks, size), 2.0**-9)
             rows[holder] = 1.0
             want = rows.double().sum(0).to(torch.bfloat16)
-            shares.append(float((reduce("all_reduce", rows.to(torch.bfloat16))[0] == want).double().mean()))
-    words = " ".join(f"{100 * share:.0f}" for share in shares)
-    yield Measure(f"{name}: bfloat16, 1 on rank 0, 1, ... rounded once, in %", words, None, HOPS)
+            shares.append(share(reduce("all_reduce", rows.to(torch.bfloat16))[0] == want))
+    yield Measure(f"{name}: bfloat16, 1 on rank 0, 1, ... rounded once", ", ".join(shares), None, HOPS)
     for kind, bits in (("bfloat16", BITS["bf16"]), ("float16", BITS["fp16"]), ("float32", BITS["fp32"])):
         dtype: torch.dtype = getattr(torch, kind)
         rows = normal(10, ranks, SIZES[-1]).to(dtype)
@@ -60,10 +59,9 @@ def added(reduce: Reduce, ranks: int) -> Iterator[Measure]:
         truth, terms = rows.double().sum(0), rows.double().abs().sum(0)
         off = float(((got[0][0].double() - truth).abs() / (2.0**-bits * terms)).max())
         yield Measure(f"{name}: {kind}, worst error in half units of the terms", off, ranks - 1.0, HOPS)
-        once = float((got[0][0] == truth.to(dtype)).double().mean())
-        yield Measure(f"{name}: {kind}, equal to one rounding, in %", 100 * once, None, HOPS)
-        equal = float((reduce("reduce_scatter", rows).flatten() == got[0][0]).double().mean())
-        yield Measure(f"reduce_scatter over {ranks} ranks: {kind}, equal to all_reduce, in %", 100 * equal, None, HOPS)
+        yield Measure(f"{name}: {kind}, equal to one rounding", share(got[0][0] == truth.to(dtype)), None, HOPS)
+        scattered = share(reduce("reduce_scatter", rows).flatten() == got[0][0])
+        yield Measure(f"reduce_scatter over {ranks} ranks: {kind}, equal to all_reduce", scattered, None, HOPS)
 
 
 def greatest(reduce: Reduce, ranks: int) -> Iterator[Measure]:
@@ -72,9 +70,8 @@ def greatest(reduce: Reduce, ranks: int) -> Iterator[Measure]:
     for holder in range(ranks):
         rows = torch.ones(ranks, SIZES[-1])
         rows[holder] = torch.nan
-        shares.append(float(reduce("max", rows)[0].isnan().double().mean()))
-    words = " ".join(f"{100 * share:.0f}" for share in shares)
-    yield Measure(f"all_reduce MAX over {ranks} ranks: NaN on rank 0, 1, ... kept, in %", words, None, HOPS)
+        shares.append(share(reduce("max", rows)[0].isnan()))
+    yield Measure(f"all_reduce MAX over {ranks} ranks: NaN on rank 0, 1, ... kept", ", ".join(shares), None, HOPS)
 
 
 EXCHANGES: dict[str, Probe] = {"all_reduce": added, "MAX": greatest}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oracles.arithmetic.rounding import FUNCTION_BITS, SINGLE, TF32_BITS, summed
-from verify.gpu.arithmetic.cards import Measure
+from verify.gpu.arithmetic.cards import Measure, share
 
 if TYPE_CHECKING:
     from verify.gpu.arithmetic.kernels import Operations  # it imports Triton
@@ -124,8 +124,8 @@ def instruction(ops: "Operations", name: str) -> Iterator[Measure]:
     yield Measure(f"{unit}: products in an instruction", _together(ops, dtype), None, INSTRUCTION)
     yield Measure(f"{unit}: rounding of a sum", _sum_rounds(ops, dtype), "cut.*|nearest", INSTRUCTION)
     a, b = normal(2, SIDE, 4 * SIDE).to(dtype), normal(3, 4 * SIDE, SIDE).to(dtype)
-    equal = float((ops.dot(a, b, rows=16) == ops.dot(a, b, rows=SIDE)).double().mean())
-    yield Measure(f"{unit}: M=16 and M=64, equal results in %", 100 * equal, None, INSTRUCTION)
+    equal = ops.dot(a, b, rows=16) == ops.dot(a, b, rows=SIDE)
+    yield Measure(f"{unit}: equal results of M=16 and M=64", share(equal), None, INSTRUCTION)
     left, right = (_stored(uniform(seed, *shape), name) for seed, shape in ((4, (SIDE, LONG)), (5, (LONG, SIDE))))
     yield _bias(unit, left, right, ops.dot(left.to(dtype), right.to(dtype)))
     if name == "TF32":
@@ -272,8 +272,7 @@ def sums(ops: "Operations") -> Iterator[Measure]:
             limit = 2.0 ** (SINGLE - summed(width))
             yield Measure(f"{name} of {width}: worst error, in 2^-24 of the terms", off * ULP, limit, ORDER)
     cumulative, total = scans[4]
-    equal = float((cumulative[:, -1] == total).double().mean())
-    yield Measure("tl.sum of 1024 equals the end of tl.cumsum, in %", 100 * equal, None, ORDER)
+    yield Measure("tl.sum of 1024: equal to the end of tl.cumsum", share(cumulative[:, -1] == total), None, ORDER)
 
 
 def _alike(got: dict[int, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import re
 from collections.abc import Iterator
@@ -41,7 +42,9 @@ def probed(name: str) -> dict[str, Any]:
     measures: list[dict[str, Any]] = []
     try:
         for measure in _probe(name):
-            measures.append(dataclasses.asdict(measure))  # noqa: PERF401 - those before a failure are kept
+            finite = isinstance(measure.value, str) or math.isfinite(measure.value)
+            value = measure.value if finite else str(measure.value)  # which JSON and TOML write in two ways
+            measures.append({**dataclasses.asdict(measure), "value": value})
     except Exception as error:
         lost = not dist.is_initialized() and devices.lost(_device().type) is not None
         return {"measures": measures, "failed": _reason(error), "spent": lost}
