@@ -70,10 +70,9 @@ class Right:
         a, b = a.double(), b.double()
         return ((nearest(a, 11) @ nearest(b, 11)) if tf32 else a @ b).float()
 
-    def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+    def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
         if name != "x*x - y*y":
             return exactly(name, x, y).float()
-        assert y is not None
         return (x.double() ** 2 - (y * y).double()).float() if fusion else x * x - y * y
 
     def scan(self, x: Tensor, warps: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +151,7 @@ class FlushesProducts(Right):
 
 def off_by(ulp: float, wrong: str) -> type[Right]:
     class Off(Right):
-        def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+        def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
             got = super().function(name, x, y, fusion=fusion)
             return got * (1 + ulp * 2.0**-23) if name == wrong else got
 
@@ -160,18 +159,18 @@ def off_by(ulp: float, wrong: str) -> type[Right]:
 
 
 class Flushes(Right):
-    def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+    def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
         got = super().function(name, x, y, fusion=fusion)
         return got * (got.abs() >= 2.0**-126)
 
 
 class HasNoSmallExp(Right):
-    def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+    def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
         return super().function(name, x.clamp(min=-88.0) if name == "exp" else x, y, fusion=fusion)
 
 
 class NeverFuses(Right):
-    def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+    def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
         return super().function(name, x, y, fusion=False)
 
 

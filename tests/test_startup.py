@@ -25,7 +25,7 @@ WORDS = {
     "--version": 0,
     **{
         f"{verb} --help": 0
-        for verb in ("list", "check", "soak", "repeat", "known", "launches", "zoo", "claims", "fetch", "certificate")
+        for verb in ("list", "check", "soak", "repeat", "known", "launches", "arithmetic", "zoo", "claims", "fetch", "certificate")
     },
     "completion bash": 0,
     "": exits.USAGE,

@@ -99,11 +99,11 @@ class Operations:
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
-    def function(self, name: str, x: Tensor, y: Tensor | None = None, *, fusion: bool = True) -> Tensor:
+    def function(self, name: str, x: Tensor, y: Tensor, *, fusion: bool = True) -> Tensor:
         """Return a function of float32 numbers by name. "x*x - y*y" is one; `fusion` says whether it may become an fma."""
         size = x.numel()
         padded = torch.ones(2, -(-size // BLOCK) * BLOCK)
-        padded[0, :size], padded[1, :size] = x, x if y is None else y
+        padded[0, :size], padded[1, :size] = x, y
         one, other = padded.to(self.device)
         out = torch.empty_like(one)
         options = {} if fusion else {"enable_fp_fusion": False}
