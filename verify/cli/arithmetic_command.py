@@ -23,6 +23,7 @@ from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering, Group, RankGroup
 from verify.ranks.torchrun import TorchrunGroup, follow, launched
 
+SOURCE = "gdn-verify arithmetic --record"
 SERVES = "verify.gpu.arithmetic.service:answer"
 RANKS = 4  # the most ranks without --ranks: tables have what two and four do
 DEADLINE_S = 120.0  # of each probe
@@ -71,7 +72,7 @@ def _measure(options: argparse.Namespace, device: str, ranks: int, group: Callab
             for probe in EXCHANGES:
                 ask(joined, probe)
     today = datetime.date.today().isoformat()
-    measured = Card(host["card"], today, host["versions"], {one.name: one.value for one in measures})
+    measured = Card(host["card"], today, SOURCE, host["versions"], {one.name: one.value for one in measures})
     card = read().get(measured.card)
     rows = compared(measures, failed, card)
     code = exit_code(rows)
@@ -97,7 +98,7 @@ def exit_code(rows: Sequence[Comparison]) -> int:
 
 def _print(measured: Card, card: Card | None, rows: Sequence[Comparison], ranks: int) -> None:
     print_line(f"{measured.card}; {_words(measured)}")
-    print_line(f"known: {card.date}; {_words(card)}" if card else "known: there is no table for this card")
+    print_line(f"known: {card.date}; {_words(card)}; {card.source}" if card else "known: there is no table for this card")
     cells = [(row.name, _cell(row.measured), _cell(row.known), row.result, row.concerns) for row in rows]
     write("\n".join(text_table(("probe", "measured", "known", "result", "concerns"), cells)), sys.stdout)
     if ranks < 2:

@@ -38,16 +38,18 @@ def share(equal: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What was measured on a card: by its name, on a date, with these versions."""
+    """What was measured on a card: by its name, on a date, by `source`, with these versions."""
 
     card: str
     date: str
+    source: str
     versions: Mapping[str, str]
     measured: Mapping[str, float | str]
 
     def text(self) -> str:
         """The table as TOML."""
-        lines = [f"card = {json.dumps(self.card)}", f"date = {json.dumps(self.date)}", "", "[versions]"]
+        lines = [f"{name} = {json.dumps(getattr(self, name))}" for name in ("card", "date", "source")]
+        lines += ["", "[versions]"]
         lines += [f"{name} = {json.dumps(version)}" for name, version in self.versions.items()]
         lines += ["", "[measured]"]
         lines += [f"{json.dumps(name)} = {json.dumps(value)}" for name, value in self.measured.items()]
