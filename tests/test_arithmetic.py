@@ -377,7 +377,7 @@ def test_measures_concern_rows_of_the_page_of_rounding_and_names_in_its_module(k
     page = pathlib.Path(__file__).parent.parent / "docs" / "explanation" / "rounding.md"
     rows = [row["operation"].replace("`", "") for row in table(page.read_text(encoding="utf-8"), "operation")]
     measures = [one for probe in probes.PROBES.values() for one in probe(Right())]
-    measures += [one for probe in exchanges.EXCHANGES.values() for one in probe(added_in_turn, 2)]
+    measures += [one for probe in exchanges.EXCHANGES.values() for one in probe(added_in_turn, 3)]
     concerned = {one.concerns.partition(": ")[::2] for one in measures}
     assert sorted({row for row, _ in concerned}) == sorted(rows)
     assert [name for _, names in concerned for name in names.split(", ") if name and not hasattr(rounding, name)] == []
@@ -387,8 +387,19 @@ def test_measures_concern_rows_of_the_page_of_rounding_and_names_in_its_module(k
 
 
 def test_numbers_are_near_by_a_factor_and_words_are_equal() -> None:
-    assert near(61.0, 60.0) and near(-134.0, -150.0) and near(0.0, 0.2) and near("cut", "cut")
-    assert not near(61.0, 40.0) and not near(134.0, -134.0) and not near("cut", "nearest") and not near(float("nan"), 1.0)
+    assert near(61.0, 60.0)
+    assert near(-134.0, -150.0)
+    assert near(0.0, 0.2)
+    assert near("cut", "cut")
+    assert not near(61.0, 40.0)
+    assert not near(134.0, -134.0)
+    assert not near("cut", "nearest")
+    assert not near("nan", 1.0)
+
+
+def test_a_share_is_0_or_100_only_for_none_or_all() -> None:
+    some = torch.arange(1000)
+    assert [cards.share(some < count) for count in (0, 1, 254, 999, 1000)] == ["0 %", "1 %", "25 %", "99 %", "100 %"]
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path, known: Card) -> None:

@@ -41,6 +41,7 @@ def test_a_line_names_its_device_unless_it_is_the_cpu() -> None:
 def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in [
         (["check", RIGHT, "--device", "cuda"], "--device cuda needs a GPU, and torch sees none"),
+        (["arithmetic", "--device", "cuda"], "--device cuda needs a GPU, and torch sees none"),
         (["repeat", LINE], "the line has device=cuda, but torch sees no GPU"),
         (["launches", LINE], "the line has device=cuda, but torch sees no GPU"),
     ]:

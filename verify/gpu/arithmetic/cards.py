@@ -32,8 +32,9 @@ class Measure:
 
 
 def share(equal: Tensor) -> str:
-    """How many elements of a tensor are true, as whole percent."""
-    return f"{100 * float(equal.double().mean()):.0f} %"
+    """How many elements of a tensor are true, as whole percent; 0 and 100 mean none and all."""
+    percent = 100 * float(equal.double().mean())
+    return f"{round(percent) if percent in (0, 100) else min(99, max(1, round(percent)))} %"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ def added(reduce: Reduce, ranks: int) -> Iterator[Measure]:
     yield Measure(f"{name}: bfloat16, 1 on rank 0, 1, ... rounded once", ", ".join(shares), None, HOPS)
     for kind, bits in (("bfloat16", BITS["bf16"]), ("float16", BITS["fp16"]), ("float32", BITS["fp32"])):
         dtype: torch.dtype = getattr(torch, kind)
-        rows = normal(10, ranks, SIZES[-1]).to(dtype)
+        rows = normal(10, ranks, SIZES[-1] // ranks * ranks).to(dtype)
         got = [reduce("all_reduce", rows) for _ in range(REPEATS)]
         ranks_agree = "same on all ranks" if all(torch.equal(row, one[0]) for one in got for row in one) else "RANKS DIFFER"
         again = "repeats" if all(torch.equal(one, got[0]) for one in got) else "VARIES"

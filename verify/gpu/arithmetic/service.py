@@ -74,7 +74,7 @@ def host() -> dict[str, Any]:
 
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     if _device().type == "cpu":
-        return {"card": "CPU", "versions": versions}
+        return {"card": "CPU with interpreted kernels", "versions": versions}
     versions |= {"cuda": torch.version.cuda or "none", "driver": _driver()}
     with contextlib.suppress(AttributeError, RuntimeError):
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
