@@ -8,6 +8,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
 from verify.adapters.fla import INDICES, ON_HOST, SWITCH, FlaAdapter, chosen, given_options
+from verify.adapters.interface import signature, source
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
@@ -32,9 +33,7 @@ class Conv(FlaAdapter):
     counterpart = "fla/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.modules.causal_conv1d import causal_conv1d
-
-        y, state = causal_conv1d(
+        y, state = _convolutions().causal_conv1d(
             x=x.x,
             weight=x.weight,
             bias=x.bias,
@@ -63,13 +62,12 @@ class ConvUpdate(FlaAdapter):
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        from fla.modules.causal_conv1d import causal_conv1d_update
-
+        update = _convolutions().causal_conv1d_update
         cache = x.x.new_zeros(x.x.shape[0], *x.weight.shape) if x.state is None else x.state.clone()
         rows = []
         for number, token in enumerate(x.x.split(1, 1) if x.x.shape[1] else ()):
             added = {} if x.get("residual") is None else {"residual": x.residual[:, number : number + 1]}
-            y, cache = causal_conv1d_update(token, cache, weight=x.weight, bias=x.bias, activation=_activation(x), **added)
+            y, cache = update(token, cache, weight=x.weight, bias=x.bias, activation=_activation(x), **added)
             rows.append(y)
         return torch.cat(rows, 1) if rows else torch.zeros_like(x.x), cache
 
@@ -135,6 +133,17 @@ class ShortConvolutionSteps(FlaAdapter):
         return torch.cat(outputs, 1) if outputs else torch.zeros_like(x.x), cache
 
 
+def _convolutions() -> Any:
+    """The module that has FLA's convolutions. Releases before 0.6.0 have it under another name."""
+    if source("fla.modules.causal_conv1d.__init__") is None:
+        from fla.modules import convolution
+
+        return convolution
+    from fla.modules import causal_conv1d
+
+    return causal_conv1d
+
+
 def _convolved(x: Inputs, tokens: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Call a ShortConvolution with the parameters of the call x."""
     from fla.modules import ShortConvolution as Module
@@ -171,8 +180,16 @@ class KdaGate(FlaAdapter):
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.kda.gate import fused_kda_gate
 
+        bias = None if x.dt_bias is None else x.dt_bias.flatten()
+        rule = signature("fla.ops.kda.gate:fused_kda_gate")
+        g: Tensor
+        if (
+            rule is not None and "head_k_dim" in rule.parameters
+        ):  # an older release, which takes all channels of a token in one axis
+            g = fused_kda_gate(x.a.flatten(-2), x.A_log, x.a.shape[-1], g_bias=bias)
+            return g
         more = {"lower_bound": x.lower_bound} if x.get("lower_bound") is not None else {}
-        g: Tensor = fused_kda_gate(x.a, x.A_log, None if x.dt_bias is None else x.dt_bias.flatten(), **more)
+        g = fused_kda_gate(x.a, x.A_log, bias, **more)
         return g
 
 

@@ -23,6 +23,12 @@ EXITS_OF = {
     "draw": _told("the lines are printed", None, "gdn-verify itself failed"),
     "known": _told("the defect is on file", "the line holds, so nothing was written", "undecided"),
     "launches": _told("all launches agree", "a launch differs, or a call fails", "undecided, or no GPU"),
+    "across": _told("every line holds in every place", "a line is broken in a place", "a line cannot be asked in a place"),
+    "bisect": _told(
+        "the release or revision is found",
+        "there is nothing to find: the line is broken with --good, or holds with --bad",
+        "some cannot be asked",
+    ),
     "zoo": _told(
         "every animal that was run is killed",
         "one survives, or right code is rejected",

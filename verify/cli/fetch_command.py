@@ -153,7 +153,7 @@ def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
             raise FetchError(f"fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip")
         if "No matching distribution" not in output or "Retrying" in output:
             break  # another machine's wheel would not be found either
-    raise FetchError(f"pip could not download {requirement}: {_last_line(output)}")
+    raise FetchError(f"pip could not download {requirement}: {last_line(output)}")
 
 
 def _wheel(library: Library, folder: pathlib.Path) -> pathlib.Path:
@@ -166,7 +166,7 @@ def _wheel(library: Library, folder: pathlib.Path) -> pathlib.Path:
     raise FetchError(f"pip downloaded no wheel of {library.distribution} {library.version}, but {[path.name for path in wheels]}")
 
 
-def _last_line(output: str) -> str:
+def last_line(output: str) -> str:
     """The last line of pip's output that reports an error, or the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("[notice]")]
     errors = [line for line in lines if line.startswith("ERROR:")]

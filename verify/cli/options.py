@@ -3,7 +3,10 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
+
+from packaging.version import InvalidVersion, Version
 
 from oracles import PRODUCTS
 from properties.words.names import unknown
@@ -17,6 +20,8 @@ from verify.process.choices import BACKENDS, DEVICES, TOOLS
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 SWEEP = "sweep"
 ANNOTATIONS = ("github",)
+Release = tuple[tuple[str, str], ...]  # distributions with their versions, which are one place together
+PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
@@ -229,6 +234,47 @@ def seconds_word(word: str) -> float:
         if 0 < (value := float(word)) < 1e6:
             return value
     raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, got {word!r}")
+
+
+def package_word(word: str) -> list[str]:
+    """Parse names of packages that are joined by commas."""
+    if all(PACKAGE.fullmatch(name) for name in word.split(",")):
+        return word.split(",")
+    raise argparse.ArgumentTypeError(f"must be a package, such as fla-core, or several joined by commas, got {word!r}")
+
+
+def versions_word(word: str) -> list[str]:
+    """Parse versions that are joined by commas. They are returned from old to new."""
+    try:
+        return sorted(word.split(","), key=Version)
+    except InvalidVersion:
+        raise argparse.ArgumentTypeError(f"must be versions joined by commas, such as 0.4.0,0.4.1, got {word!r}") from None
+
+
+def release_word(word: str) -> tuple[str, Release]:
+    """Parse the place `fla-core==0.5.2`, or several such joined by commas."""
+    pairs = [part.partition("==")[::2] for part in word.split(",")]
+    with contextlib.suppress(InvalidVersion):
+        if all(PACKAGE.fullmatch(name) and Version(version) for name, version in pairs):
+            return "release", tuple(pairs)
+    raise argparse.ArgumentTypeError(
+        f"must be PACKAGE==VERSION, such as fla-core==0.5.2, or several joined by commas, got {word!r}"
+    )
+
+
+def path_word(word: str) -> tuple[str, str]:
+    """Parse a folder as a place."""
+    return "path", word
+
+
+def revision_word(word: str) -> tuple[str, str]:
+    """Parse a revision as a place."""
+    return "rev", word
+
+
+def python_word(word: str) -> tuple[str, str]:
+    """Parse an interpreter as a place."""
+    return "python", word
 
 
 def chosen_laws(options: argparse.Namespace) -> list[str] | None:

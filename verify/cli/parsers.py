@@ -23,10 +23,17 @@ from verify.cli.options import (
     duration_word,
     law_word,
     minutes_word,
+    package_word,
+    path_word,
     positive_word,
+    python_word,
+    release_word,
+    revision_word,
+    seconds_word,
     seed_word,
     shard_word,
     tune_word,
+    versions_word,
 )
 from verify.cli.terminal import print_error
 from verify.engine.profiles import PROFILES
@@ -105,7 +112,7 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,soak,zoo,claims,fetch,completion,certificate}",
+        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,soak,zoo,claims,fetch,completion,certificate}",
         dest="verb",
     )
 
@@ -129,6 +136,8 @@ def parser() -> OptionParser:
     _arithmetic(
         verb("arithmetic", "arithmetic_command:act", "measure how the device computes, and compare it with its known table")
     )
+    _across(verb("across", "across_command:across", "run lines on several releases, folders, revisions or environments"))
+    _bisect(verb("bisect", "bisect_command:bisect", "find the release or revision that broke or mended a line"))
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
@@ -156,19 +165,32 @@ def refuse(options: argparse.Namespace) -> None:
         check_spec(spec)
     if "line" in options:
         options.line = " ".join(options.line)
-        words = split_line(options.line)
-        if "law" in words:
-            try:
-                law_word(words["law"])
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(str(error)) from None
-        if "adapter" in words:
-            check_spec(words["adapter"])
+        _check_line(options.line)
+    if options.verb == "across":
+        text = " ".join(options.asked)
+        options.lines = re.split(r"\s+(?=law=)", text.strip()) if text.startswith("law=") else []
+        for line in options.lines:
+            _check_line(line)
+        if not options.lines:
+            check_spec(text)
+        if not options.places:
+            raise ValueError("across needs a place: --release PACKAGE==VERSION, --path DIR, --rev REVISION or --python EXE")
     if options.verb == "zoo":
         for name in options.names:
             check_spec(name if ".py" in name else ZOO + name.removeprefix(ZOO))
         if options.mutate:
             check_spec(options.mutate)
+
+
+def _check_line(line: str) -> None:
+    words = split_line(line)
+    if "law" in words:
+        try:
+            law_word(words["law"])
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(str(error)) from None
+    if "adapter" in words:
+        check_spec(words["adapter"])
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +320,68 @@ def _arithmetic(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, "number of processes for the collectives (default: the GPUs, at most 4; 4 on a CPU; under torchrun: its own)")
     parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE")
     parser.add_argument("--record", metavar="FILE", help="also write what was measured to FILE, as the table of a known card")
+
+
+def _across(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("asked", nargs="+", metavar="LINE|ADAPTER", help=f"lines as repeat takes them; or {ADAPTER}")
+    places: dict[str, Any] = {"action": "append", "dest": "places"}
+    parser.add_argument(
+        "--release",
+        **places,
+        type=release_word,
+        metavar="PACKAGE==VERSION",
+        help="a release, without its dependencies; several wheels of one package are joined by commas (may be repeated)",
+    )
+    parser.add_argument(
+        "--path", **places, type=path_word, metavar="DIR", help="a folder of modules, or a checkout (may be repeated)"
+    )
+    parser.add_argument(
+        "--rev",
+        **places,
+        type=revision_word,
+        metavar="REVISION",
+        help="a revision of the repository of the adapter's file; of a built-in adapter, of the current folder (may be repeated)",
+    )
+    parser.add_argument("--python", **places, type=python_word, metavar="EXE", help="another environment (may be repeated)")
+    parser.add_argument(
+        "--law", type=law_word, action="append", metavar="LAW", help="of an adapter: only cases of this law (may be repeated)"
+    )
+    parser.add_argument("--profile", default="least", choices=PROFILES, help="of an adapter: how many cases (default least)")
+    parser.add_argument("--seed", type=seed_word, default=0, help="of an adapter: seed of the cases (default 0)")
+    parser.add_argument(
+        "--workers", type=positive_word, help="places that are asked at a time (default: the number of cores, at most 4)"
+    )
+    _of_places(parser)
+
+
+def _bisect(parser: argparse.ArgumentParser) -> None:
+    _line(parser, "a line that holds with one version and is broken with another, as repeat takes it")
+    parser.add_argument("--good", required=True, metavar="VERSION", help="a release or revision with which the line holds")
+    parser.add_argument("--bad", required=True, metavar="VERSION", help="a release or revision with which it is broken")
+    parser.add_argument(
+        "--package",
+        type=package_word,
+        metavar="PACKAGE",
+        help="whose releases are searched; several of the same version are joined by commas (default: that of a built-in adapter)",
+    )
+    parser.add_argument(
+        "--releases", type=versions_word, metavar="VERSIONS", help="search these, joined by commas (default: all that pip finds)"
+    )
+    parser.add_argument(
+        "--rev", action="store_true", help="search revisions of the repository of the adapter's file, as for across"
+    )
+    _of_places(parser)
+
+
+def _of_places(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="download missing releases with pip, without a question")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--deadline", type=seconds_word, metavar="S", help="seconds after which a run counts as a hang (default 120)"
+    )
+    parser.add_argument(
+        "--interpreter", choices=("grid", "sequential"), help="how Triton kernels run without a GPU, as for repeat: grid (default)"
+    )
 
 
 def _zoo(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 import threading
 import traceback
 import warnings
@@ -44,12 +45,14 @@ from verify.process.messages import (
     Joined,
     Launches,
     LaunchReport,
+    Origins,
     Outcomes,
     Reaction,
     Refuse,
     RunMany,
     RunOne,
     Tunings,
+    Whence,
 )
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
@@ -145,6 +148,14 @@ def _tunings(_: Tunings) -> Configurations:
     return Configurations(autotune.known(), autotune.infeasible())
 
 
+def _whence(asked: Whence) -> Origins:
+    folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in asked.folders)
+    files = {name: os.path.realpath(file) for name, module in [*sys.modules.items()] if (file := getattr(module, "__file__", None))}
+    theirs = {entry.name.removesuffix(".py") for folder in folders for entry in os.scandir(folder)}
+    elsewhere = [file for name, file in files.items() if name in theirs and not file.startswith(folders)]
+    return Origins(any(file.startswith(folders) for file in files.values()), elsewhere)
+
+
 def _launches(asked: Launches) -> LaunchReport:
     with autotune.leaving_out(asked.left_out):
         return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
@@ -199,6 +210,7 @@ _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer | Outcome]] = {
     RunMany: _run_many,
     RunOne: _run_one,
     Tunings: _tunings,
+    Whence: _whence,
 }
 
 

@@ -117,6 +117,13 @@ class Watched(Question):
 
 
 @dataclasses.dataclass(frozen=True)
+class Whence(Question):
+    """Were modules imported from these folders? Answer: Origins."""
+
+    folders: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Join(Question):
     """Join a process group as one of its ranks (verify/ranks/group.py). Answer: Joined."""
 
@@ -228,6 +235,14 @@ class Watching(Answer):
     """Why a worker does not run under its sanitizer, or ""."""
 
     trouble: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Origins(Answer):
+    """Whether a module was imported from the folders, and the files of modules that they have and that were found elsewhere."""
+
+    inside: bool
+    elsewhere: list[str]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,7 @@ class Worker:
     - `deadline_s`: seconds that a question may take, unless `ask` is given another deadline
     - `environment`: added to the environment of this process
     - `serves`: the module:function that answers questions in the worker
+    - `python`: the interpreter of the process, by default that of this one. Another finds modules only where `environment` says
     - `under`: called each time a process is started; returns the words before its command, a program that runs the worker and
       passes its pipes on
 
@@ -96,8 +97,9 @@ class Worker:
         environment: Mapping[str, str] = NO_GPU,
         serves: str = SERVICE,
         under: Callable[[], Sequence[str]] = tuple,
+        python: str = sys.executable,
     ) -> None:
-        self.deadline_s, self._under = deadline_s, under
+        self.deadline_s, self._under, self._python = deadline_s, under, python
         self._environment, self._serves = dict(environment), serves
         self._process: Started | Forked | None = None
         self._asking = threading.RLock()  # held while the pipes are used, so that no other thread closes them
@@ -183,11 +185,11 @@ class Worker:
             **self._environment,
         }
         before = self._under()
-        if fork_server.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
+        if fork_server.HERE and not before and self._python == sys.executable and environment.get("CUDA_VISIBLE_DEVICES") == "":
             place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
             return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
         process = Started(
-            [*before, sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
+            [*before, self._python, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

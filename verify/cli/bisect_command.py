@@ -1,0 +1,100 @@
+"""The verb `bisect`: find by halves the release or the revision that broke a line, or that mended it."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Sequence
+
+from verify.adapters.libraries import LIBRARIES
+from verify.cli import terminal
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
+from verify.cli.fetch_command import FetchError
+from verify.cli.hosts import deadline_of, read_deny_list
+from verify.cli.output import print_json, print_troubles
+from verify.cli.places import Repository, allow, release_place, versions_of
+from verify.cli.terminal import print_error
+from verify.engine import across as engine
+from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers, first_change
+from verify.execution.line import Run
+from verify.findings.store import Store
+
+PlaceOf = Callable[[str, contextlib.ExitStack], Site]
+PACKAGES = {"fla": "fla-core", "nemo": "nemo-automodel", "transformers": "transformers"}  # of built-in adapters, beside LIBRARIES
+
+
+def bisect(options: argparse.Namespace) -> int:
+    """Run a line with versions between a good and a bad one, and print which changed its verdict. Returns the exit code."""
+    read_deny_list(None)
+    run, store = Run.parse(options.line), Store()
+    try:
+        versions, place_of, about = _revisions(options, run) if options.rev else _releases(options, run)
+    except FetchError as error:
+        print_error(str(error))
+        return UNDECIDED
+    cells, places = dict[int, SiteVerdict](), dict[int, Site]()
+
+    def cell(number: int) -> SiteVerdict:
+        if number not in cells:
+            with contextlib.ExitStack() as stack:
+                places[number] = place = place_of(versions[number], stack)
+                with SiteWorkers(place, deadline_of(options), store) as placed:
+                    cells[number] = placed.cell(run)
+            if not options.json:
+                short = cells[number].short if cells[number].verdict != NOT else f"{NOT}: {cells[number].reason};"
+                terminal.print_line(f'{short:<18} {place.name:<18} gdn-verify across "{run}" {place.option}')
+        return cells[number]
+
+    last = len(versions) - 1
+    ends = (cell(0), cell(last))
+    wanted = (engine.HOLDS, engine.BROKEN) if options.forward else (engine.BROKEN, engine.HOLDS)
+    change = first_change(len(versions), cell) if tuple(end.verdict for end in ends) == wanted else None
+    store.close()
+    print_troubles(store, None)
+    verb = "brought" if options.forward else "mended"
+    if options.json:
+        found = change and {
+            "before": versions[change.before],
+            "after": versions[change.after],
+            "unknown": [versions[number] for number in change.unknown],
+        }
+        steps = [{"name": places[n].name, "option": places[n].option, **cells[n].to_json()} for n in cells]
+        print_json({"line": str(run), "change": verb, "found": found, "steps": steps})
+    if change is None:
+        print_error("there is nothing to find: the line must hold with --good and be broken with --bad")
+        return UNDECIDED if NOT in {end.verdict for end in ends} else BROKEN
+    if not options.json:
+        before, after = about(versions[change.before]), about(versions[change.after])
+        was = "holds" if options.forward else "is broken"
+        if change.unknown:
+            others = ", ".join(about(versions[number]) for number in change.unknown)
+            terminal.print_line(f"{verb} by {after}, or one of those that cannot be asked: {others}; with {before} the line {was}")
+        else:
+            terminal.print_line(f"{verb} by {after}; with {before}, the one before, the line {was}")
+    return UNDECIDED if change.unknown else HOLDS
+
+
+def _releases(options: argparse.Namespace, run: Run) -> tuple[list[str], PlaceOf, Callable[[str], str]]:
+    """The releases from the older to the newer of --good and --bad, the place of each, and how it is named."""
+    prefix = run.adapter.partition("/")[0]
+    of_library = LIBRARIES[prefix].distribution if prefix in LIBRARIES else PACKAGES.get(prefix)
+    packages = options.package or (of_library and [of_library])
+    if not packages:
+        raise ValueError(f"--package must name the package of {run.adapter}, whose releases are searched")
+    every = options.releases or versions_of(packages[0])
+    for option, version in (("--good", options.good), ("--bad", options.bad)):
+        if version not in every:
+            raise ValueError(f"{option} must be a release of {packages[0]}: {', '.join(every)}; got {version}")
+    options.forward = every.index(options.good) < every.index(options.bad)
+    low, high = sorted((every.index(options.good), every.index(options.bad)))
+    versions = every[low : high + 1]
+    release_of = {version: tuple((package, version) for package in packages) for version in versions}
+    allow(release_of.values(), yes=options.yes)
+    return versions, lambda version, stack: release_place(release_of[version], stack), lambda version: f"{packages[0]} {version}"
+
+
+def _revisions(options: argparse.Namespace, run: Run) -> tuple[Sequence[str], PlaceOf, Callable[[str], str]]:
+    """The same for revisions."""
+    repository = Repository([run.adapter])
+    good, bad = repository.commit(options.good), repository.commit(options.bad)
+    options.forward = repository.comes_before(good, bad)
+    versions = repository.between(good, bad) if options.forward else repository.between(bad, good)
+    return versions, lambda commit, stack: repository.place(commit[:10], stack), repository.about
