@@ -25,7 +25,21 @@ WORDS = {
     "--version": 0,
     **{
         f"{verb} --help": 0
-        for verb in ("list", "check", "soak", "repeat", "known", "launches", "arithmetic", "zoo", "claims", "fetch", "certificate")
+        for verb in (
+            "list",
+            "check",
+            "soak",
+            "repeat",
+            "known",
+            "launches",
+            "arithmetic",
+            "across",
+            "bisect",
+            "zoo",
+            "claims",
+            "fetch",
+            "certificate",
+        )
     },
     "completion bash": 0,
     "": exits.USAGE,
@@ -42,6 +56,9 @@ WORDS = {
     "repeat law=orcale adapter=fla/chunk lengths=1": exits.USAGE,
     "repeat law=oracle adapter=fla/chonk lengths=1": exits.USAGE,
     "launches law=oracle adapter=fla/chonk lengths=1": exits.USAGE,
+    "across law=oracle adapter=fla/chunk lengths=1": exits.USAGE,
+    "across fla/chonk --path .": exits.USAGE,
+    "bisect law=oracle adapter=fla/chonk lengths=1 --good 1 --bad 2": exits.USAGE,
     "zoo LeaksStat": exits.USAGE,
     "fetch sglnag": exits.USAGE,
     "certificate nowhere.json": exits.USAGE,
