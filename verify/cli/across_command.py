@@ -31,7 +31,7 @@ def across(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         places = places_of(options, [run.adapter for run in runs] or options.asked, stack)
         runs = runs or _drawn(options, places[-1])
-        placed = [SiteWorkers(place, deadline_s, store) for place in places]
+        placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
         with progress() as tell:
             columns = engine.matrix(placed, runs, options.workers or min(os.cpu_count() or 1, 4), tell)
     store.close()

@@ -19,7 +19,6 @@ from packaging.version import Version
 
 from gdn_verify import HERE, PACKAGES
 from verify.adapters.libraries import BY_DISTRIBUTION, FOLDER, Library
-from verify.adapters.registry import BUILT_IN, ZOO
 from verify.cli.fetch_command import FetchError, fetch, last_line, manifest_in
 from verify.cli.options import Release
 from verify.cli.terminal import is_terminal, print_error
@@ -106,7 +105,8 @@ class Repository:
     """The git repository of an adapter's file; of a built-in adapter, that of the current folder. ValueError if there is none."""
 
     def __init__(self, specs: Iterable[str]) -> None:
-        self.files = {spec: os.path.realpath(spec.rpartition(":")[0]) for spec in specs if spec not in BUILT_IN and ZOO not in spec}
+        files = {spec: spec.rpartition(":")[0] for spec in specs}
+        self.files = {spec: os.path.realpath(file) for spec, file in files.items() if file.endswith(".py")}
         self.root = os.path.dirname(next(iter(self.files.values()), os.path.join(os.getcwd(), "here")))
         self.root = self.git("rev-parse", "--show-toplevel")
         if self.git("status", "--porcelain", "--untracked-files=no"):

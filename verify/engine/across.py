@@ -41,9 +41,9 @@ class Site:
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trouble: str = ""
 
-    def worker(self, device: str, deadline_s: float) -> Worker:
-        """A worker of this place."""
-        return Worker(deadline_s, environment={**devices.environment(device), **self.environment}, python=self.python)
+    def worker(self, device: str, deadline_s: float, number: int = 0) -> Worker:
+        """A worker of this place. On GPUs, workers have them in turn, by their numbers."""
+        return Worker(deadline_s, environment={**devices.environment(device, number), **self.environment}, python=self.python)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,8 @@ def cell_of(outcome: Outcome) -> SiteVerdict:
 class SiteWorkers:
     """The processes of one place, one for each device, which start when they are first needed."""
 
-    def __init__(self, place: Site, deadline_s: float, store: Store) -> None:
-        self.place, self._deadline_s, self._store = place, deadline_s, store
+    def __init__(self, place: Site, deadline_s: float, store: Store, number: int = 0) -> None:
+        self.place, self._deadline_s, self._store, self._number = place, deadline_s, store, number
         self._workers: dict[str, Worker] = {}
         self._sure: set[str] = set()  # adapters that import from the place's folders
         self.described: dict[str, Described] = {}
@@ -138,7 +138,7 @@ class SiteWorkers:
 
     def _worker(self, device: str) -> Worker:
         if device not in self._workers:
-            self._workers[device] = self.place.worker(device, self._deadline_s)
+            self._workers[device] = self.place.worker(device, self._deadline_s, self._number)
             if self._closed:
                 self._workers[device].close()
         return self._workers[device]
