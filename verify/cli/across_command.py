@@ -29,12 +29,12 @@ def across(options: argparse.Namespace) -> int:
     runs, deadline_s = [Run.parse(line) for line in options.lines], deadline_of(options)
     store = Store()
     with contextlib.ExitStack() as stack:
+        stack.callback(store.close)
         places = places_of(options, [run.adapter for run in runs] or options.asked, stack)
         runs = runs or _drawn(options, places[-1])
         placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
         with progress() as tell:
             columns = engine.matrix(placed, runs, options.workers or min(os.cpu_count() or 1, 4), tell)
-    store.close()
     print_troubles(store, None)
     if not options.lines:
         runs, columns = _that_say_something(runs, columns)

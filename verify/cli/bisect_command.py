@@ -40,7 +40,7 @@ def bisect(options: argparse.Namespace) -> int:
                     cells[number] = placed.cell(run)
             if not options.json:
                 short = cells[number].short if cells[number].verdict != NOT else f"{NOT}: {cells[number].reason};"
-                terminal.print_line(f'{short:<18} {place.name:<18} gdn-verify across "{run}" {place.option}')
+                terminal.print_line(f'{short:<26} {place.name:<18} gdn-verify across "{run}" {place.option}')
         return cells[number]
 
     last = len(versions) - 1
@@ -59,8 +59,11 @@ def bisect(options: argparse.Namespace) -> int:
         steps = [{"name": places[n].name, "option": places[n].option, **cells[n].to_json()} for n in cells]
         print_json({"line": str(run), "change": verb, "found": found, "steps": steps})
     if change is None:
+        if NOT in {end.verdict for end in ends}:
+            print_error("the line cannot be asked with --good or with --bad")
+            return UNDECIDED
         print_error("there is nothing to find: the line must hold with --good and be broken with --bad")
-        return UNDECIDED if NOT in {end.verdict for end in ends} else BROKEN
+        return BROKEN
     if not options.json:
         before, after = about(versions[change.before]), about(versions[change.after])
         was = "holds" if options.forward else "is broken"
