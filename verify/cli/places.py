@@ -96,8 +96,7 @@ def _in_folders(name: str, option: str, folders: Sequence[str], adapters: dict[s
     for folder in folders:
         if shadowing := [package for package in PACKAGES if os.path.exists(os.path.join(folder, package, "__init__.py"))]:
             return Site(name, option, trouble=f"{folder} has a package {shadowing[0]}, which gdn-verify has too")
-    first, *others = [path or os.getcwd() for path in sys.path]
-    path = os.pathsep.join(dict.fromkeys([first, *folders, *others, HERE]))
+    path = os.pathsep.join(dict.fromkeys([*folders, *(entry or os.getcwd() for entry in sys.path), HERE]))
     return Site(name, option, tuple(folders), {"PYTHONPATH": path}, adapters=adapters or {})
 
 
