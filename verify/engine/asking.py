@@ -208,7 +208,8 @@ def ask(
             what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
             return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
-        wrote = () if lost.how == "crashed" else _last_lines(lost.tail.partition("Thread 0x")[0])
+        said = lost.tail.partition("Thread 0x")[0] if lost.said is None else lost.said
+        wrote = () if lost.how == "crashed" else _last_lines(said)
         return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last, wrote=wrote)])
     finally:
         store.end()

@@ -23,14 +23,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from verify.process import fork_server
+from verify.process import deadline, fork_server
 from verify.process.environment import INTERPRETER, OUTER_PATH
 from verify.process.fork_server import Forked, importing
 from verify.process.messages import Data, Question, plain
 from verify.process.stacks import in_implementation, innermost
 
 START_S = 300.0
-ALONE_S = 5.0  # a worker ends itself this long after its deadline, if its supervisor has not ended it
 DUMP_S = 2.0  # how long we wait until a worker has written its stacks
 CLOSE_S = 3.0  # how long adapters may take to close before their worker is killed
 TAIL_CHARACTERS = 2000
@@ -49,12 +48,13 @@ class WorkerLost(Exception):
     """The worker gave no answer: `how` is "crashed", "hung" or "closed".
 
     `detail` has the particulars in words, and `tail` the end of what the process wrote to stdout and stderr. `in_kernel` is False
-    if the process hung and its stack shows no call of the implementation.
+    if the process hung and its stack shows no call of the implementation. `said` is the end of what a process that hung had written
+    before its stack; None if nobody knows.
     """
 
-    def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True) -> None:
+    def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True, said: str | None = None) -> None:
         super().__init__(f"{how}: {detail}")
-        self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
+        self.how, self.detail, self.tail, self.in_kernel, self.said = how, detail, tail, in_kernel, said
 
 
 class Started(subprocess.Popen[bytes]):
@@ -289,11 +289,16 @@ class Worker:
 
     def _answer(self, deadline_s: float) -> dict[str, Any]:
         end = time.monotonic() + deadline_s
-        while (answer := self.receive(max(0.0, min(0.5, end - time.monotonic())))) is None:
-            if time.monotonic() >= end:
+        while True:
+            answer = self.receive(max(0.0, min(0.5, end - time.monotonic())))
+            if answer is not None and deadline.MOVED in answer:
+                end = time.monotonic() + float(answer[deadline.MOVED])
+            elif answer is not None:
+                return answer
+            elif time.monotonic() >= end:
+                said = self.words()[-TAIL_CHARACTERS:]
                 interrogate([self])
-                raise self._lost("hung", f"no answer within {deadline_s:g} s")
-        return answer
+                raise self._lost("hung", f"no answer within {deadline_s:g} s", said)
 
     def _crashed(self) -> WorkerLost:
         assert self._process is not None
@@ -301,14 +306,15 @@ class Worker:
             self._process.wait(2)
         return self._lost("crashed", _ended(self._process.poll()))
 
-    def _lost(self, how: str, detail: str) -> WorkerLost:
+    def _lost(self, how: str, detail: str, said: str | None = None) -> WorkerLost:
         wrote = self.words()
         place = innermost(wrote)
         self.end()
         if self._closed:
             return WorkerLost("closed", "by its supervisor", wrote[-TAIL_CHARACTERS:])
         in_kernel = how != "hung" or not place or in_implementation(wrote)
-        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+        detail += f", in {place}" if place else ""
+        return WorkerLost(how, detail, wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel, said=said)
 
 
 def _worked_s(answer: Data) -> float:
@@ -405,10 +411,9 @@ def serve(requests: int, answers: int, serves: str) -> None:
     while (line := questions.get()) is not None:
         busy.set()
         question = json.loads(line)
-        # A kernel that hangs with Python's global lock also stops the thread above. This timer does not need the lock.
-        faulthandler.dump_traceback_later(question.pop("deadline_s") + ALONE_S, exit=True, file=sys.stderr)
+        deadline.begin(answers, question.pop("deadline_s"))
         reply = (json.dumps(answer(question)) + "\n").encode()
-        faulthandler.cancel_dump_traceback_later()
+        deadline.finish()
         while reply:
             reply = reply[os.write(answers, reply) :]
         busy.clear()
