@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from verify.adapters.base import Engine as Engine
     from verify.adapters.base import PathAdapter as PathAdapter
     from verify.adapters.base import TraceAdapter as TraceAdapter
+    from verify.adapters.process_adapter import ProcessAdapter as ProcessAdapter
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,8 +29,9 @@ __all__ = [
         "PathAdapter",
         "PathDomain",
         "PoolDomain",
-        "TraceAdapter",
+        "ProcessAdapter",
     ),
+    "TraceAdapter",
     "TraceDomain",
 ]
 
@@ -43,6 +45,7 @@ _PLACES = {
     "PathAdapter": "verify.adapters.base",
     "PathDomain": "properties.paths.domain",
     "PoolDomain": "properties.pools.domain",
+    "ProcessAdapter": "verify.adapters.process_adapter",
     "TraceAdapter": "verify.adapters.base",
     "TraceDomain": "properties.traces.domain",
 }

@@ -14,6 +14,7 @@ from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.process_adapter import ProcessAdapter
 
 CLOSE = 0.75  # `chunks`, `folded` and `counter_part` are this close to what was meant, `blocks` is to nothing
 BASES = (Adapter, PathAdapter, TraceAdapter)
@@ -32,7 +33,7 @@ def misspelt(adapter: Implementation) -> str | None:
 
     It is not suspicious if the same class also sets the declaration that was meant.
     """
-    kind: type[Implementation] = next(kind for kind in BASES if isinstance(adapter, kind))
+    kind: type[Implementation] = next(kind for kind in (ProcessAdapter, *BASES) if isinstance(adapter, kind))
     known = _public(kind)
     for place, names in _written(adapter, kind):
         for name, value in names.items():

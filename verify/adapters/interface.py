@@ -12,6 +12,10 @@ class Unavailable(ImportError):
     """A library, a module of it, or a name in a module is not there. A case that needs it gets no verdict."""
 
 
+class Unsupported(Exception):
+    """The implementation refuses a call, although its domain has the call. The case is not judged."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """A function as its source shows it: the names of its parameters, its documentation, and the names of what it calls.

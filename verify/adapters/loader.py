@@ -20,6 +20,7 @@ from verify.adapters.declarations import misspelt
 from verify.adapters.interface import Unavailable
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
+from verify.adapters.process_adapter import ProcessAdapter, wrong_command
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
 
 AnyAdapter = Adapter | PathAdapter | TraceAdapter
@@ -65,7 +66,7 @@ def _animals(spec: str) -> Mapping[str, Kind]:
 
 
 def _is_adapter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in AnyAdapter.__args__
+    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in (*AnyAdapter.__args__, ProcessAdapter)
 
 
 def make(kind: Kind, spec: str) -> AnyAdapter:
@@ -109,6 +110,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, least in adapter.requires.items():
         if not is_version(least):
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
+    if isinstance(adapter, ProcessAdapter) and (wrong := wrong_command(adapter)):
+        raise AdapterError(f"adapter {spec}: {wrong}")
     if wrong := misspelt(adapter):
         raise AdapterError(f"adapter {spec}: {wrong}")
     if not (adapter.api is None or callable(adapter.api) or (isinstance(adapter.api, str) and adapter.api.count(":") == 1)):

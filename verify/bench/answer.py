@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.operation import DTYPES, Inputs, Operation, sequences
-from properties.laws.law import Results, one_final_state
+from oracles.operation import Inputs, Operation
+from properties.laws.law import Results
+from verify.adapters.contract import wanted
 from verify.bench.faults import AdapterFault
 from verify.process.outcome import FailureKind
 
@@ -21,17 +22,12 @@ def outputs_of(answer: Any, spec: Operation, inputs: Inputs, domain: Any) -> Res
         raise AdapterFault(
             "call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})", detail="answer"
         )
-    sizes = sizes_of(spec, inputs)
-    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+    must = wanted(spec, inputs, domain)
     outputs: Results = {}
     for port, output in zip(ports, answer, strict=True):
-        if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
+        if port.name not in must:
             continue
-        shape = tuple(sizes[axis] for axis in port.axes.split())
-        one = port.name == "final_state" and inputs.get("cu_seqlens") is not None and one_final_state(domain)
-        missing, shape = shape[0] - 1 if one else 0, (1, *shape[1:]) if one else shape
-        dtypes = {**DTYPES, "input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}
-        dtype = dtypes.get(port.dtype, torch.float32)
+        shape, dtype, missing = must[port.name]
         if not isinstance(output, Tensor):
             raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
         if tuple(output.shape) != shape:
@@ -40,13 +36,3 @@ def outputs_of(answer: Any, spec: Operation, inputs: Inputs, domain: Any) -> Res
             raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
         outputs[port.name] = torch.cat([output.new_zeros(missing, *shape[1:]), output]) if missing else output
     return outputs
-
-
-def sizes_of(spec: Operation, inputs: Inputs) -> dict[str, int]:
-    """The length of every axis of a call's outputs."""
-    sizes = spec.sizes(inputs)
-    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
-    sizes["N"] = len(sequences(inputs, tokens))
-    if (layer := inputs.get("layer")) is not None:
-        sizes["K"] = layer.key_dim  # no input has this axis if there is no initial state
-    return sizes

@@ -6,8 +6,8 @@ from torch import Tensor
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.law import Cotangents, Results
+from verify.adapters.contract import sizes_of
 from verify.bench.adapter_bench import AdapterBench
-from verify.bench.answer import sizes_of
 
 
 class Compiling(AdapterBench):

@@ -5,7 +5,7 @@ import traceback
 
 import torch
 
-from verify.adapters.interface import Unavailable
+from verify.adapters.interface import Unavailable, Unsupported
 from verify.adapters.serving import uses_stubs
 from verify.gpu import device as devices
 from verify.interpreter import Race, TooManyPrograms, UnknownTriton
@@ -41,7 +41,7 @@ def no_memory(error: BaseException) -> bool:
 def blamed(error: Exception, device: str, output: str = "call") -> tuple[Exception, str]:
     """The exception to raise for an exception of the implementation, and why the device is lost, or "".
 
-    The exception is AdapterFault about `output`, OutOfMemory, UnknownTriton or Unavailable.
+    The exception is AdapterFault about `output`, OutOfMemory, UnknownTriton, Unavailable or Unsupported.
     """
     if no_memory(error):
         return OutOfMemory(str(error)), ""
@@ -49,7 +49,7 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
         return AdapterFault(output, FailureKind.RACE, f"race: {error}", error.place, source=_short(error.source)), ""
     if isinstance(error, TooManyPrograms):
         return Unavailable(str(error)), ""
-    if isinstance(error, UnknownTriton | Unavailable):
+    if isinstance(error, UnknownTriton | Unavailable | Unsupported):
         return error, ""
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
         return Unavailable(f"{short(error)} ({frame(error)})"), ""

@@ -37,8 +37,8 @@ class Watched:
     def watched(self, *contexts: contextlib.AbstractContextManager[Any], output: str = "call") -> Iterator[None]:
         """Call the implementation inside, within these contexts.
 
-        An exception becomes AdapterFault about `output`, OutOfMemory, UnknownTriton or Unavailable, and tells whether the device is
-        lost. Abandoned, which says that another rank raised, passes through.
+        An exception becomes AdapterFault about `output`, OutOfMemory, UnknownTriton, Unavailable or Unsupported, and tells whether
+        the device is lost. Abandoned, which says that another rank raised, passes through.
         """
         try:
             with self.timed("kernel_s"), contextlib.ExitStack() as stack:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from properties.laws.law import Blind, Breach, Law
 from properties.words.example import Example
-from verify.adapters.interface import Unavailable
+from verify.adapters.interface import Unavailable, Unsupported
 from verify.adapters.loader import AnyAdapter, load
 from verify.bench.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
 from verify.execution.judge import NOTHING, LayOut, Where, judge
@@ -114,6 +114,8 @@ def judged(
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
     except (UnknownTriton, Unavailable) as error:
         outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
+    except Unsupported as error:
+        outcome.verdict, outcome.reason = Verdict.UNSUPPORTED, f"the implementation refuses it: {error}"
     except OutOfMemory as error:
         if patient and devices.crowded(bench.device):
             raise NoRoom from None

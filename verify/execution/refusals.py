@@ -25,8 +25,14 @@ from verify.ranks.collectives import Abandoned, Mismatch, Place, simulate
 from verify.ranks.merge import IDLE, reaction
 
 SILENT, STRAYS = "returns numbers without an error", "reads or writes outside its tensors"
-# By name, since verify/interpreter, which defines the two errors, needs Triton.
-_SEEN_BY_INTERPRETER = {"OutOfBounds": STRAYS, "Race": "lets its programs race for the same memory"}
+# Errors that no implementation raises, by name, since verify/interpreter, which defines the first two, needs Triton.
+_OURS = {
+    "OutOfBounds": STRAYS,
+    "Race": "lets its programs race for the same memory",
+    "ProcessDied": "crashed",
+    "WrongAnswer": "gives no answer, or one of another length",
+    "Unsupported": "refuses",
+}
 
 
 def probe(adapter: AnyAdapter, name: str, device: str = "cpu") -> str:
@@ -122,7 +128,7 @@ def _refusal(error: BaseException) -> str:
     """What an implementation did that raised this error, in words."""
     if isinstance(error, AdapterFault) and error.__cause__ is None:  # an error of ours about what it returned or wrote
         return STRAYS if error.finding.kind is FailureKind.INPUT_CHANGED else SILENT
-    return _SEEN_BY_INTERPRETER.get(_kind(error), f"refuses ({_kind(error)})")
+    return _OURS.get(_kind(error), f"refuses ({_kind(error)})")
 
 
 def _kind(error: BaseException) -> str:
