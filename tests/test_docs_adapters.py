@@ -9,7 +9,7 @@ import pytest
 
 import verify
 from tests.pages import code_column, codes, items, reference, section, table
-from tests.sources import BOOK_BY_NAME, definition, fields, short_repr
+from tests.sources import BOOK_BY_NAME, ROOT, definition, fields, short_repr
 
 # docs/reference/adapters.md
 
@@ -27,6 +27,16 @@ def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) ->
     parameters = {name: ", ".join(inspect.signature(value).parameters) for name, value in names.items() if callable(value)}
     assert {codes(row["attribute"])[0]: codes(row["default"])[0] for row in table(text, "attribute")} == defaults
     assert {*code_column(table(text, "method"), "method")} == {f"{name}({words})" for name, words in parameters.items()}
+
+
+def test_the_attributes_of_a_process_adapter_are_in_both_pages() -> None:
+    own = {name: value for name, value in public_names(verify.ProcessAdapter).items() if name not in public_names(verify.Adapter)}
+    rows = table(section(reference("adapters"), "ProcessAdapter"), "attribute")
+    assert {codes(row["attribute"])[0]: codes(row["default"])[0] for row in rows} == {
+        name: short_repr(value) for name, value in own.items()
+    }
+    page = section((ROOT / "docs" / "how-to" / "any-language.md").read_text(), "The adapter")
+    assert {*code_column(table(page, "attribute"), "attribute")} == {*own}
 
 
 @pytest.mark.parametrize(("section_name", "kind"), [("TraceAdapter", "Sizes"), ("Engine", "Batch")])

@@ -50,6 +50,7 @@ EXITS_OF = {
         "something differs, or a law was broken",
         "something could not be compared: a source, ssh-keygen or a GPU is missing, or a law was undecided",
     ),
+    "new-process": _told("the files are written", None, "gdn-verify itself failed"),
     "fetch": _told("the files are there", None, "they could not be had"),
 }
 

@@ -58,6 +58,7 @@ PULLS = {
 }
 SHARD = "run the K-th of N parts of the cases; each case is in one of them, and `gdn-verify merge` joins what --json wrote"
 SHELLS = ("bash", "zsh", "tcsh")
+LANGUAGES = ("cpp", "rust", "js", "py")  # in which new-process writes a kernel
 CONFIGURATIONS = 3  # over which `claims --quick` tunes kernels
 ADAPTER = f"a built-in adapter (`gdn-verify list` shows them), or {OWN}"
 
@@ -112,7 +113,8 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,soak,zoo,claims,fetch,completion,certificate}",
+        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,soak,zoo,claims,fetch,completion,certificate,"
+        "new-process}",
         dest="verb",
     )
 
@@ -143,6 +145,7 @@ def parser() -> OptionParser:
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
     _completion(verb("completion", "completion_command:complete", "print a script with which a shell completes command lines"))
     _certificate(verb("certificate", "certificate_command:certificate", "verify the certificate that check has written"))
+    _new_process(verb("new-process", "new_process_command:write", "write a kernel in another language, and the adapter for it"))
     return top
 
 
@@ -500,3 +503,8 @@ def _certificate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--again", action="store_true", help="also run the lines that the certificate has as a sample")
     parser.add_argument("--path", metavar="DIR", help="a folder in which source files are looked for first")
+
+
+def _new_process(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("language", choices=LANGUAGES, help="the language of the kernel")
+    parser.add_argument("--to", default=".", metavar="DIR", help="the folder for the two files (default: this one)")
