@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ class Site:
 
     - `name`: a short name, such as "fla-core 0.5.2". `option`: the words that name it on a command line
     - `folders`: where modules are looked for first. At least one module must come from them
-    - `environment`, `python`: the variables and the interpreter of the place's workers
+    - `environment`, `python`: the variables and the interpreter of the place's workers, by default the one that runs
     - `adapters`: for adapters whose file is another in this place, how they are named here
     - `trouble`: why nothing can be asked in this place, or ""
     """
@@ -37,7 +36,7 @@ class Site:
     option: str
     folders: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    python: str = sys.executable
+    python: str | None = None
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trouble: str = ""
 

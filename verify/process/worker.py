@@ -97,7 +97,7 @@ class Worker:
         environment: Mapping[str, str] = NO_GPU,
         serves: str = SERVICE,
         under: Callable[[], Sequence[str]] = tuple,
-        python: str = sys.executable,
+        python: str | None = None,
     ) -> None:
         self.deadline_s, self._under, self._python = deadline_s, under, python
         self._environment, self._serves = dict(environment), serves
@@ -185,11 +185,11 @@ class Worker:
             **self._environment,
         }
         before = self._under()
-        if fork_server.HERE and not before and self._python == sys.executable and environment.get("CUDA_VISIBLE_DEVICES") == "":
+        if fork_server.HERE and not before and self._python is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
             place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
             return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
         process = Started(
-            [*before, self._python, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
+            [*before, self._python or sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
