@@ -20,6 +20,14 @@ class Fault(TorchDispatchMode):
         super().__init__()
         self.left, self.failed = at, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch calls `__torch_dispatch__` with its compiler switched off, for which it imports the compiler first.
+
+        That import takes two seconds, and torch compiles nothing inside a mode.
+        """
+        return False
+
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
