@@ -237,14 +237,24 @@ def core() -> None:
     Layers and models can still be imported by their names, and the compiler is imported when something is compiled.
     """
     if "fla" not in sys.modules:
-        finder = _CoreOnly()
-        sys.meta_path.insert(0, finder)
-        try:
-            with decorating_later():
-                importlib.import_module("fla.ops")
-        finally:
-            sys.meta_path.remove(finder)
-        vars(sys.modules["fla"])["__getattr__"] = _public
+        with core_only(), decorating_later():
+            importlib.import_module("fla.ops")
+
+
+@contextlib.contextmanager
+def core_only() -> Iterator[None]:
+    """A context in which whoever imports `fla` gets it without its layers and models."""
+    if "fla" in sys.modules:
+        yield
+        return
+    finder = _CoreOnly()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if "fla" in sys.modules:
+            vars(sys.modules["fla"])["__getattr__"] = _public
 
 
 @contextlib.contextmanager

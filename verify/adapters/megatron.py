@@ -33,7 +33,7 @@ from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.paths.domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
-from verify.adapters.fla import REQUIRES
+from verify.adapters.fla import REQUIRES, core_only, decorating_later
 from verify.adapters.libraries import LIBRARIES
 from verify.ranks.collectives import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
 
@@ -322,10 +322,14 @@ def _modules() -> types.SimpleNamespace:
     """
     if importlib.util.find_spec("megatron") is None and (folder := LIBRARY.folder()) is not None:
         sys.path.append(folder)
-    if not torch.cuda.is_available():
-        imported("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
-        torch.cuda.current_device = functools.partial(torch.device, "cpu")  # type: ignore[assignment]  # it only raises here
-    imported(PLACES[0])
+    if torch.cuda.is_available():
+        with core_only():  # importing FLA's layers and models takes seconds
+            imported(PLACES[0])
+    else:
+        with core_only(), decorating_later():
+            imported("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
+            torch.cuda.current_device = functools.partial(torch.device, "cpu")  # type: ignore[assignment]  # it only raises here
+            imported(PLACES[0])
     places = [importlib.import_module(place) for place in PLACES if _exists(place)]
     names = {name: getattr(place, name) for place in places for name in (*WANTED, *OPTIONAL) if hasattr(place, name)}
     if lacking := [name for name in WANTED if name not in names]:
