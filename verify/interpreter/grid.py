@@ -47,12 +47,13 @@ class Function:
     """A function in Triton's language: a kernel, or one that kernels call.
 
     `tree` is its source as Triton's interpreter rewrites it, `names` are the globals, and `signature` has the parameters.
+    Statements are compiled before they first run, since a process runs few of the branches of most kernels.
     """
 
     def __init__(self, tree: ast.FunctionDef, filename: str, names: dict[str, Any], signature: inspect.Signature) -> None:
         self.signature, self._names, self._filename, self._name = signature, names, filename, tree.name
         self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
-        self._steps = self._steps_of(tree.body)
+        self._body = tree.body
 
     def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
         """Run the function for `programs`; the value that it returns to all of them."""
@@ -62,6 +63,10 @@ class Function:
             call.returned.append((rest, None))
         machine.enter(programs)
         return merged([(frame.positions(part), value) for part, value in call.returned], len(programs))
+
+    @functools.cached_property
+    def _steps(self) -> list[Step]:
+        return self._steps_of(self._body)
 
     def _steps_of(self, body: Sequence[ast.stmt]) -> list[Step]:
         return [_splitting(self._step(node), node) for node in body]
@@ -83,7 +88,7 @@ class Function:
 
     def _compiled(self, node: ast.Module | ast.Expression) -> CodeType:
         mode = "exec" if isinstance(node, ast.Module) else "eval"
-        code: CodeType = compile(ast.fix_missing_locations(node), self._filename, mode)
+        code: CodeType = compile(node, self._filename, mode)
         return code.replace(co_name=self._name)
 
     def _expression(self, node: ast.expr) -> Callable[[Frame], Any]:
@@ -113,10 +118,11 @@ class Function:
         return step
 
     def _if(self, node: ast.If) -> Step:
-        test, body, orelse = self._expression(node.test), self._steps_of(node.body), self._steps_of(node.orelse)
+        test = self._expression(node.test)
+        steps_of = functools.cache(lambda taken: self._steps_of(node.body if taken else node.orelse))
 
         def step(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
-            return _run(body if test(frame) else orelse, call, frame, loop)
+            return _run(steps_of(bool(test(frame))), call, frame, loop)
 
         return step
 

@@ -4,6 +4,8 @@ All other modules of this package reach these names through `get` and `put`, or 
 Their own imports from Triton are its public language. docs/map.md shows these names in a table.
 """
 
+import ast
+import inspect
 import pkgutil
 from typing import Any
 
@@ -16,7 +18,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("interpreter_builder", "interpreter_semantic"),
     ),
     f"{_INTERPRETER}:ASTTransformer": ("visit_Assign", "visit_Call", "visit_For"),
-    f"{_INTERPRETER}:FunctionRewriter": ("_compile_and_exec", "_transform_ast"),
+    f"{_INTERPRETER}:FunctionRewriter": (
+        *("_compile_and_exec", "_get_jit_fn_file_line", "_transform_ast", "ast_transformer", "def_file_lineno", "fn"),
+    ),
     f"{_INTERPRETER}:GridExecutor": (
         *("__call__", "_init_args_hst", "_restore_args_dev", "arg_names", "constexprs", "fn", "grid", "pre_run_hooks"),
     ),
@@ -126,6 +130,18 @@ def back_on_device(executor: Any, positional: Any, hosted: Any, named: Any, host
 def compiled(rewriter: Any, source: str) -> Any:
     """The Python function that the interpreter makes of a kernel's source."""
     return rewriter._compile_and_exec(rewriter._transform_ast(source))
+
+
+def rewritten(rewriter: Any, source: str) -> tuple[ast.Module, int]:
+    """The tree of a kernel's source as the interpreter's transformer leaves it, and the line of its file where it begins."""
+    return rewriter.ast_transformer.visit(ast.parse(source)), rewriter.def_file_lineno
+
+
+def place_of(rewriter: Any) -> tuple[str, int]:
+    """The file of a kernel, and the line of its `def`. Triton finds the line after it has read the source once more."""
+    lines, first = inspect.findsource(rewriter.fn)
+    numbers = (number for number, line in enumerate(lines[first:], first + 1) if line.strip().startswith("def "))
+    return rewriter.fn.__code__.co_filename, next(numbers)
 
 
 def is_aggregate(value: Any) -> bool:

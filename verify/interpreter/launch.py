@@ -4,6 +4,7 @@ Programs that run one after another are the reference. If the run of all program
 and the launch runs again in the reference, which raises the error that the user sees.
 """
 
+import ast
 import collections
 import contextlib
 import inspect
@@ -104,6 +105,12 @@ def _patch_functions() -> None:
     compile_and_exec, plain_call = get("FunctionRewriter._compile_and_exec"), get("InterpretedFunction.__call__")
     patch_lang = get("interpreter._patch_lang")
 
+    def transformed(self: Any, source: str) -> ast.Module:
+        """As Triton does it, but in one walk over the tree, since a kernel's tree has thousands of nodes."""
+        tree, line = internals.rewritten(self, source)
+        _put_in_file(tree, line - 1)
+        return tree
+
     def compiled(self: Any, tree: Any) -> Any:
         branches.mark(tree, self.fn)
         function = compile_and_exec(self, tree)
@@ -131,8 +138,30 @@ def _patch_functions() -> None:
         arguments.apply_defaults()
         return machine.call(function, arguments.arguments)
 
+    put("FunctionRewriter._transform_ast", transformed)
+    put("FunctionRewriter._get_jit_fn_file_line", internals.place_of)
     put("FunctionRewriter._compile_and_exec", compiled)
     put("InterpretedFunction.__call__", call)
+
+
+def _put_in_file(tree: ast.Module, lines: int) -> None:
+    """Count the lines of a tree from so many lines further up. A node without a place gets that of the node around it."""
+    todo: list[tuple[Any, tuple[int, int, int | None, int | None]]] = [(tree, (1, 0, 1, 0))]
+    while todo:
+        node, (line, column, last_line, last_column) = todo.pop()
+        fields = vars(node)
+        if "lineno" in node._attributes:
+            line, column = fields.get("lineno", line), fields.get("col_offset", column)
+            last_line, last_column = fields.get("end_lineno") or last_line, fields.get("end_col_offset") or last_column
+            node.lineno, node.end_lineno = line + lines, None if last_line is None else last_line + lines
+            node.col_offset, node.end_col_offset = column, last_column
+        around = line, column, last_line, last_column
+        for name in node._fields:
+            value = fields.get(name)
+            if isinstance(value, list):
+                todo += [(part, around) for part in value if isinstance(part, ast.AST)]
+            elif isinstance(value, ast.AST):
+                todo.append((value, around))
 
 
 def _launch(self: Any, *positional: Any, **named: Any) -> None:
