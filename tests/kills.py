@@ -44,7 +44,8 @@ class Kill:
     """The law that detects it, and the most that its smallest case may have: tokens of the longest sequence, and sequences.
 
     `short` says that only short cases show it, so that they are run first. Where few cases of the law can show it, one of `seeds`
-    checks with different seeds must detect it.
+    checks with different seeds must detect it. Where many cases of a check do not show it, `shown` has the seed of a check that
+    detects it and the place of the example in `_examples`. They are tried first, and what they find is the same as without.
     """
 
     law: str
@@ -53,6 +54,7 @@ class Kill:
     shrinks: bool = True
     short: bool = False
     seeds: int = 1
+    shown: tuple[int, int] | None = None
 
     def small(self, case: Any) -> bool:
         """Whether a case is as small as it must get."""
@@ -127,13 +129,19 @@ def _takes_long(example: Example) -> tuple[bool, int]:
 
 
 @contextlib.contextmanager
-def quick_first(*, short: bool) -> Iterator[None]:
+def quick_first(kill: Kill) -> Iterator[None]:
     """A context in which a check runs the examples that it draws in another order, and one at a time."""
 
     def ordered(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
         common = check._common
-        examples = _examples(law.name, common.described.domain, common.settings.seed, count)
-        yield from ([x] for x in (sorted(examples, key=lambda x: x.case.tokens) if short else examples))
+        seed = common.settings.seed
+        examples = _examples(law.name, common.described.domain, seed, count)
+        if kill.short:
+            examples = sorted(examples, key=lambda x: x.case.tokens)
+        if kill.shown is not None and kill.shown[0] == seed:
+            first = examples[kill.shown[1] % len(examples)]
+            examples = sorted(examples, key=lambda x: x is not first)
+        yield from ([x] for x in examples)
 
     with mock.patch.object(law_check.LawCheck, "_batches", ordered):
         yield
@@ -166,9 +174,9 @@ def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.P
     with (
         mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
         unexplained(explaining.SHRINK_RUNS if kill.shrinks else 0),
-        contextlib.nullcontext() if kill.shrinks else quick_first(short=kill.short),
+        contextlib.nullcontext() if kill.shrinks else quick_first(kill),
     ):
-        for seed in range(kill.seeds):
+        for seed in sorted(range(kill.seeds), key=lambda seed: kill.shown is not None and seed != kill.shown[0]):
             with Check(Settings(adapter, [kill.law], profile, seed), [worker], store, defects=[]) as check:
                 (report,) = check.run()
             if report.verdict is Verdict.BROKEN:

@@ -317,15 +317,15 @@ KILLED_BY = {
     layers.FlattensMemory: Kill("strides", 2),
     layers.ReadsUnwrittenScratch: Kill("memory", 1),
     layers.WritesBeforeConv: Kill("pure", 1),
-    layers.SharesOneSample: Kill("samples", 2, 3),
-    layers.WeightOfInference: Kill("history", 1),
+    layers.SharesOneSample: Kill("samples", 2, 3, shown=(0, 12)),
+    layers.WeightOfInference: Kill("history", 1, shown=(0, 15)),
     layers.SpeedsOfACallThatFailed: Kill("history", 2),
     layers.KdaGateIsSilu: Kill("oracle", 1),
     layers.KdaForgetsGateBias: Kill("oracle", 1),
     layers.KdaBiasByChannel: Kill("oracle", 2),
     layers.KdaDecaysByHead: Kill("oracle", 2),
-    layers.KdaGatesSwapped: Kill("oracle", 1),
     layers.KdaDecaysLate: Kill("oracle", 2),
+    layers.KdaGatesSwapped: Kill("oracle", 1),
 }
 
 
