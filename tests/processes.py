@@ -6,6 +6,8 @@ import pathlib
 import time
 from collections.abc import Collection
 
+SOON_S = 4.0  # a killed process has ended by then, on a busy machine too; one that nobody ends lives for ALONE_S or longer
+
 
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie, which only its parent can bury, does not."""

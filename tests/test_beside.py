@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.processes import alive, gone
+from tests.processes import SOON_S, alive, gone
 from verify.engine.asking import ask, describe
 from verify.execution.line import Run
 from verify.findings.report import finding_lines
@@ -97,7 +97,7 @@ def test_an_adapter_is_closed_before_its_worker_ends(kind: str, tmp_path: pathli
         pid = int((tmp_path / "pid").read_text())
         assert alive(pid) and not (tmp_path / "closed").exists()
     assert (tmp_path / "closed").exists()
-    assert gone([pid], 1.0)
+    assert gone([pid], SOON_S)
     assert time.monotonic() - begin < 60.0
 
 

@@ -19,7 +19,7 @@ from properties.paths.laws import PATH_LAWS
 from properties.rules.laws import LAWS
 from tests.answering import Answering
 from tests.commands import VERIFY, Command
-from tests.processes import family, gone
+from tests.processes import SOON_S, family, gone
 from tests.test_ranks import launch_words
 from verify.adapters import loader as adapter
 from verify.cli import check_command, exits, hosts
@@ -520,7 +520,7 @@ def test_ranks_of_torchrun_end_with_the_command(
     assert "2 ranks over gloo" in result.out
     assert result.out.count("HOLDS       exchange") == 1
     assert len(rest) == 2, "the worker of rank 1, and who forked it"
-    assert gone(rest, 1.0)
+    assert gone(rest, SOON_S)
 
 
 def test_ranks_have_a_gpu_each_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.paths.case import ParallelCase
 from tests.commands import Command
-from tests.processes import gone
+from tests.processes import SOON_S, gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
 from tests.together import for_each
 from verify.adapters.gdn.adapter import GdnLayer
@@ -291,7 +291,7 @@ def test_hang_of_the_oracle_is_none_of_the_implementation(one: RankGroup, tmp_pa
         one.deadline_s = before
     assert got.verdict is Verdict.UNKNOWN
     assert "the oracle did not finish: rank 0 hung: no answer within 1.5 s, in _answer (oracle_process.py:" in got.reason
-    assert gone([pid], 1.0)
+    assert gone([pid], SOON_S)
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_it_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     with RankGroup(1, serves="tests.test_oracle_process:answer") as group:
         pid = do(group, "process_state")["pid"]
         assert not gone([pid], 0.0)
-    assert gone([pid], 0.5)
+    assert gone([pid], SOON_S)
 
 
 ALONE = """
@@ -371,7 +371,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
             time.sleep(0.02)
         rank.send_signal(signal.SIGKILL)
         rank.wait(10.0)
-        ended = gone([pid], 2.0)
+        ended = gone([pid], SOON_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         assert ended

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.commands import Command
-from tests.processes import alive, gone, opened
+from tests.processes import SOON_S, alive, gone, opened
 from tests.together import for_each
 from verify.execution.service import answer
 from verify.process.messages import Describe, Failure, Join, Outcomes, Question, Reaction, answer_of
@@ -345,7 +345,7 @@ def test_torchrun_survives_what_a_rank_does_and_leaves_no_worker_though_one_hold
     assert spun["detail"].startswith("rank 1 hung: no answer within 1 s, in spins (faulty_ranks.py:")
     assert spun["detail"].endswith("; rank 0 waits in all_reduce")
     assert len(started(tmp_path)) == 2 * 4
-    assert gone(started(tmp_path), 1.0)
+    assert gone(started(tmp_path), SOON_S)
 
 
 @pytest.fixture
@@ -390,7 +390,7 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         assert follower.returncode == torchrun.UNDECIDED
         assert "rank 1: lost the supervisor of rank 0: no message from it for 3 s" in err
         assert not group._seats[1].alive
-        assert gone(started(tmp_path), 1.0)
+        assert gone(started(tmp_path), SOON_S)
         with pytest.raises(WorkerLost, match="rank 1 lost its supervisor: the process ended"):
             group.ask(FINE)
 

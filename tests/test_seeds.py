@@ -1,6 +1,5 @@
 """A seed gives the same cases on any machine, in any folder, in any installation, and `draw` prints those that a check runs."""
 
-import hashlib
 import importlib
 import json
 import os
@@ -20,14 +19,8 @@ from hypothesis.internal.conjecture import providers
 
 from properties import seeds
 from properties.books import BOOKS, book_of
-from properties.layers.domain import LayerDomain
-from properties.modules.domain import ModuleDomain
-from properties.paths.domain import PathDomain
-from properties.pools.domain import PoolDomain
-from properties.rules.domain import Domain
-from properties.traces.domain import TraceDomain
-from properties.words.sizes import MOST, sized
 from tests.answering import Answering
+from tests.lines_of_seeds import CASES, DOMAINS, digest, lines
 from tests.together import for_each
 from verify.cli.main import main
 from verify.engine.check import Check
@@ -38,27 +31,7 @@ from verify.engine.profiles import PROFILES, Profile
 from verify.findings.store import Store
 
 ROOT = pathlib.Path(__file__).parents[1]
-CASES = 6  # of each law and domain
-DOMAINS = (Domain(), ModuleDomain(), ModuleDomain("gated_rms_norm"), LayerDomain(), PoolDomain(), PathDomain(), TraceDomain())
 WIDE = st.integers(0, 2**64 - 1)  # what Hypothesis draws for each case
-
-
-def lines(seed: int) -> list[tuple[str, str]]:
-    """The first cases of every law of the domains."""
-    found: list[tuple[str, str]] = []
-    for domain in DOMAINS:
-        book = book_of(domain)
-        for name in book.about(domain.operation):
-            law = book.laws[name]
-            if law.needs(domain) is None:
-                of_law(
-                    law, sized(domain, 64, MOST["quick"]), seed, CASES, lambda example, name=name: found.append(f"{name} {example}")
-                )
-    return found
-
-
-def digest(found: list[tuple[str, str]]) -> str:
-    return f"{len(found)} {hashlib.sha256(str(found).encode()).hexdigest()}"
 
 
 def numbers(count: int = 150) -> list[int]:
@@ -195,7 +168,7 @@ def test_an_installation_beside_a_module_of_constants_has_the_cases_of_a_clone(t
     for folder in ("oracles", "properties", "verify", "tests"):
         shutil.copytree(ROOT / folder, installed / folder)
     (beside / "kernel_sizes.py").write_text(f"SIZES = {CONSTANTS}\nCHUNK = 48\n")
-    (beside / "tests_of_seeds.py").write_text("from tests.test_seeds import digest, lines\n")
+    (beside / "tests_of_seeds.py").write_text("from tests.lines_of_seeds import digest, lines\n")
     environment = {**os.environ, "PYTHONPATH": f"{installed}:{beside}", "PYTHONHASHSEED": "77", "CI": "true"}
     result = subprocess.run(
         [sys.executable, "-c", ELSEWHERE], env=environment, cwd=beside, capture_output=True, text=True, check=False
