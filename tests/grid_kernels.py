@@ -4,6 +4,9 @@ A check compares with the same kernel's programs run one after another, bit for 
 faults planted in the interpreter: under "faults" stands the first check that fails with it.
 """
 
+import ast
+import inspect
+import linecache
 import os
 import traceback
 from collections.abc import Callable
@@ -560,6 +563,27 @@ def same(kernel: Any, n: int = 11, *, together: bool = True, width: int = 1 << 1
     assert together == (alone == 0), dict(launch.one_by_one)
 
 
+def check_places_in_the_file() -> None:
+    """Every node of a rewritten kernel is where Python's own functions put it, also one that had no place."""
+    for function in (branch_kernel, lengths_kernel, _steps):
+        function.rewrite()
+        rewriter = function.rewriter
+        lines, _ = inspect.getsourcelines(function.fn)
+        source = rewriter._prepare_source(lines)
+        assert source.startswith(f"def {function.fn.__name__}(")
+        assert linecache.getline(rewriter.filename, rewriter.def_file_lineno) == source.splitlines(keepends=True)[0]
+        right = rewriter.ast_transformer.visit(ast.parse(source))
+        ast.increment_lineno(ast.fix_missing_locations(right), rewriter.def_file_lineno - 1)
+        right = ast.dump(right, include_attributes=True)
+        assert ast.dump(rewriter._transform_ast(source), include_attributes=True) == right
+    trees = ast.parse(source), ast.parse(source)
+    for node in [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Call)]:
+        del node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+    launch._put_in_file(trees[0], 7)
+    ast.increment_lineno(ast.fix_missing_locations(trees[1]), 7)
+    assert ast.dump(trees[0], include_attributes=True) == ast.dump(trees[1], include_attributes=True)
+
+
 def check_branches() -> None:
     same(branch_kernel)
 
@@ -854,6 +878,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "stores under no mask": (operations.GridBuilder, "create_masked_store", _unmasked),
     "gives each program the variables of all": (Names, "__missing__", _names_of_all),
     "broadcasts nothing": (operations, "full", lambda handle: handle.data),
+    "counts lines from the top of a kernel": (launch, "_put_in_file", lambda tree, lines: ast.fix_missing_locations(tree)),
 }
 
 

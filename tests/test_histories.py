@@ -18,6 +18,7 @@ from properties.books import book_of
 from properties.laws.history import HISTORIES, other_kinds, rotated
 from properties.rules.domain import Domain
 from properties.words.example import Example
+from tests.alone import told
 from verify.adapters.fla import Chunk
 from verify.bench import adapter_bench as benches
 from verify.bench import addresses
@@ -145,6 +146,21 @@ def test_the_default_profile_shows_wrong_paths_and_engines_and_the_right_ones_su
 def test_the_smallest_line_shows_it_in_a_fresh_process(name: str, worker: Worker, tmp_path: pathlib.Path) -> None:
     outcome = ask_afresh(run_of(name), worker, Store(tmp_path))
     assert outcome.verdict is Verdict.BROKEN, outcome
+
+
+COMPILER = """
+import sys
+from verify.execution.execute import execute
+from verify.execution.line import Run
+verdict = str(execute(Run.parse(line)).verdict)
+told = [verdict, "torch._dynamo" in sys.modules]
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_brings_no_compiler() -> None:
+    """Torch would import its compiler to call a mode with the compiler switched off."""
+    assert told(COMPILER, line=str(run_of("MaskBeforeItIsFull"))) == ["broken", False]
 
 
 class KeepsWhatIsAlive(Chunkwise):

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis import Phase, Verbosity
 from hypothesis import strategies as st
+from hypothesis.internal import entropy
 from hypothesis.internal.conjecture import providers
 
 from properties import seeds
@@ -90,6 +91,24 @@ def test_constants_of_local_modules_reach_a_users_draws_and_not_ours(constants: 
 
     seeds.draw(WIDE, 3, 3, look)
     assert inside == [after, after], "a user's test that draws inside ours, and one in another thread"
+
+
+def test_a_thread_that_draws_looks_through_no_objects_and_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis would look through all objects of the process, for a generator that ours do not use."""
+    registered: list[Any] = []
+    monkeypatch.setattr(entropy, "register_random", registered.append)
+    found: list[list[int]] = []
+
+    def work(draws: Callable[[int], list[int]]) -> None:
+        found.append(draws(5))
+        found.append([hypothesis.core.threadlocal._hypothesis_global_random is None])
+
+    for draws in (numbers, theirs):
+        thread = threading.Thread(target=work, args=[draws])
+        thread.start()
+        thread.join()
+    assert found[:2] == [numbers(5), [True]]
+    assert (found[3], len(registered)) == ([False], 1), "or this test would show nothing"
 
 
 def test_a_climb_takes_no_constants_either(constants: Callable[[], None]) -> None:
