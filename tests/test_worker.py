@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.alone import told
 from tests.commands import Command
 from tests.processes import alive, children, gone, opened
 from tests.together import for_each
@@ -641,15 +640,24 @@ def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards(
         gc.enable()
 
 
-@pytest.mark.usefixtures("no_server")  # a server that an earlier test made with other modules to be found lets its children exec
+PREPARED = """
+from tests.alone import told
+
+assert told(
+    "from oracles.arithmetic import grids; told = [made.cache_info().currsize for made in (grids._known, grids._table)]"
+) == [1, 2]
+files, ours = told(
+    "import inspect, sys; told = [list(inspect.modulesbyfile), [m.__file__ for n, m in sys.modules.items() if 'oracles.' in n]]"
+)
+assert ours
+assert {*ours} < {*files}, "coverage has looked up the files of all modules"
+"""
+
+
 @pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
 def test_what_a_first_case_needs_is_made_before_a_worker_is_forked() -> None:
-    assert told(
-        "from oracles.arithmetic import grids; told = [made.cache_info().currsize for made in (grids._known, grids._table)]"
-    ) == [1, 2]
-    program = (
-        "import inspect, sys; told = [list(inspect.modulesbyfile), [m.__file__ for n, m in sys.modules.items() if 'oracles.' in n]]"
-    )
-    files, ours = told(program)
-    assert ours
-    assert {*ours} < {*files}, "coverage has looked up the files of all modules"
+    """Asked in a process of its own with few variables: earlier tests leave folders on this one's path, and perhaps variables."""
+    command = [sys.executable, "-P", "-c", PREPARED]
+    few = {name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH", "PATH", "TMPDIR") if name in os.environ}
+    done = subprocess.run(command, env={**few, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
