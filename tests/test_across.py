@@ -184,6 +184,9 @@ def test_an_adapter_is_asked_with_cases_that_it_draws_and_a_package_that_was_fou
     assert len(told["lines"]) >= 2  # those that say nothing in any place are left out
     assert all(line.startswith("law=oracle adapter=kernel.py:Gate ") for line in told["lines"])
     assert (code, {cell["verdict"] for row in told["cells"] for cell in row}) == (HOLDS, {DOES_HOLD})
+    code, out, err = said(capfd, "across", "kernel.py:Gate", *where, "--law", "cut")
+    assert (code, out) == (USAGE, ""), "no line is not a matrix that holds"
+    assert "--law must name a law with cases of kernel.py:Gate, got cut" in err
     package(pathlib.Path(), WRONG)  # beside the adapter's file, whose folder comes first
     code, out, _ = said(capfd, "across", LINE, *where)
     assert code == UNDECIDED

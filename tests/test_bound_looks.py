@@ -19,14 +19,17 @@ from oracles.operations import RULES
 from oracles.tolerance import bound, evaluation
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import RUNS, Bound, Decision, bounds, truth
+from properties.laws import common
 from properties.laws.law import Pair, pairs_of
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases
+from properties.words.example import Example
 from tests import right
 from tests.faults import not_refused
 from tests.over_bounds import answered
 from tests.right_rules import TokenByToken
+from verify.bench.adapter_bench import AdapterBench
 from verify.bench.places import where
 from verify.execution.judge import Judgement, judge
 from verify.process.outcome import Finding
@@ -227,6 +230,8 @@ def test_chunks_that_are_no_number_of_tokens_are_refused() -> None:
     case = Case.parse("lengths=4")
     patterns = ((chunk, rf"^chunk must be None or a whole number from 1 up, got {chunk!r}$") for chunk in [0, -1, True, 2.5, "64"])
     assert not_refused(lambda chunk: bounds(case.spec, case.inputs(), None, "chunkwise", chunk=chunk), patterns) == []
+    patterns = ((at, rf"^restart must be a whole number from 0 up, got {at!r}$") for at in [-1, True, 2.5, None])
+    assert not_refused(lambda at: bounds(case.spec, case.inputs(), None, "chunkwise", restart=at), patterns) == []
 
 
 def test_cotangents_that_are_no_numbers_are_refused() -> None:
@@ -473,6 +478,28 @@ def test_what_one_bound_finds_right_stays_right_and_the_rest_is_judged_by_anothe
         seen.append((bound.sure, float(bound.allowed)))
     assert seen == [(0.5, 2.0), (1.0, 3.0), (1.0, 5.0)], "half of 4 is right, whatever the other bound allows"
     assert (of_one, of_other) == ([], [3.0, 5.0])
+
+
+class ChangesTheState(Chunkwise):
+    """The state that a call is given is off by 2^-8 of itself: too little for the tolerance of most rows of a float16 call."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(state=x.state * (1 + 2.0**-8)) if x.get("state") is not None else x)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "wrong"), [(Chunkwise(), set()), (ChangesTheState(), {"o", "final_state", "dg", "dh0"})]
+)
+def test_the_law_cut_judges_the_second_part_by_runs_that_begin_a_chunk_there(implementation: Chunkwise, wrong: set[str]) -> None:
+    """The tolerance of one call would find dk wrong, however many runs it has. The other tolerance still finds what is wrong."""
+    words = "dtype=fp16 gate=64 values=repeated state=random scale=one qk_norm=yes seed=1667"
+    case = Case.parse(f"lengths=80 value_heads=3 key_dim=24 value_dim=24 {words}")
+    bench = AdapterBench(implementation, None, case)
+    pairs = list(common.cut(bench, Example(case, at=58)))
+    assert {finding.port for finding in judge(pairs, functools.partial(where, case)).findings} == wrong
+    whole = bounds(case.spec, *bench.call(case), "chunkwise", chunk=64, first=64)
+    over = {finding.port for finding in judge([pair._replace(want=whole[pair.port]) for pair in pairs], lambda *_: "").findings}
+    assert "dk" in over
 
 
 @functools.cache

@@ -208,7 +208,7 @@ def bounds(
     rounds each product of an input and a weight to the inputs' dtype before it adds it. `shared_bounds` are bounds of RUNS runs
     that were computed together with those of other calls; they are returned with a `finer` that examines only the marked part of
     this call.
-    ValueError for illegal inputs, or for an unknown `algorithm`, `first` or `chunk`.
+    ValueError for illegal inputs, or for an unknown `algorithm`, `first`, `chunk` or `restart`.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -216,6 +216,8 @@ def bounds(
         raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS, *MORE)))}, got {first!r}")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
+    if isinstance(restart, bool) or not isinstance(restart, int) or restart < 0:
+        raise ValueError(f"restart must be a whole number from 0 up, got {restart!r}")
     operation.check(inputs)
     _check_cotangents(cotangents)
     dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter")}

@@ -71,7 +71,9 @@ def _drawn(options: argparse.Namespace, place: Site) -> list[Run]:
     if place.trouble:
         raise ValueError(f"{spec} cannot be loaded in {place.name}, the last place: {place.trouble}")
     with place.worker("cpu", deadline_of(options)) as worker, Check(settings, [worker], defects=()) as check:
-        return [dataclasses.replace(run, adapter=spec) for _, runs, _ in check.drawn() for run in runs]
+        if lines := [dataclasses.replace(run, adapter=spec) for _, runs, _ in check.drawn() for run in runs]:
+            return lines
+    raise ValueError(f"--law must name a law with cases of {spec}, got {', '.join(options.law or ['none'])}")
 
 
 def _that_say_something(runs: list[Run], columns: list[list[SiteVerdict]]) -> tuple[list[Run], list[list[SiteVerdict]]]:

@@ -57,7 +57,7 @@ def _measure(options: argparse.Namespace, device: str, ranks: int, group: Callab
         print_line(f"{time.monotonic() - start:5.1f} s  {probe}", sys.stderr)
         reply = asked(worker, {"probe": probe})
         measures.extend(Measure(**one) for one in reply.get("measures", ()))
-        if reason := reply.get("failed") or reply.get("error"):
+        if reason := reply.get("failed") or reply.get("error") or ("" if reply.get("measures") else "it measured nothing"):
             failed[probe] = reason
 
     with Worker(DEADLINE_S, environment=devices.environment(device), serves=SERVES) as worker:

@@ -293,14 +293,15 @@ def casts(ops: "Operations") -> Iterator[Measure]:
 
 def atomics(ops: "Operations", name: str) -> Iterator[Measure]:
     """Whether atomic additions add, and whether they add in the same order again."""
-    dtype = ATOMICS[name]
+    dtype, what = ATOMICS[name], f"tl.atomic_add of {name}"
     if dtype not in ops.atomics:
+        yield Measure(what, "not there", None, ATOMIC)
         return
     counted = ops.atomic_sum(torch.ones(256, dtype=dtype)).item()
     x = normal(8, ops.added).to(dtype)
     different = {ops.atomic_sum(x).item() for _ in range(REPEATS)}
     words = f"wrong: {counted}" if counted != 256 else "adds, repeats" if len(different) == 1 else "adds, varies"
-    yield Measure(f"tl.atomic_add of {name}", words, "adds.*", ATOMIC)
+    yield Measure(what, words, "adds.*", ATOMIC)
 
 
 # Numbers
