@@ -187,6 +187,36 @@ def test_what_cannot_be_compiled_holds_up_nobody() -> None:
     compilers.close()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_process_without_work_shares_what_another_one_compiles(*, shared: bool) -> None:
+    """But not where Triton chooses by time."""
+    both, first, later = threading.Barrier(2, timeout=30.0), Compile("law=oracle"), Compile("law=cut")
+    begun = threading.Event()
+
+    class Meets(Recorder):
+        def ask(self, question: Any, deadline_s: float | None = None) -> dict[str, Any]:
+            self.questions.append(question)
+            if question is first:
+                begun.set()
+                both.wait() if shared else time.sleep(0.3)
+            return {}
+
+    workers = [Meets(), Meets()]
+    compilers = Compilers(workers, None)
+    compilation = compilers.prepare(first, "family", "first", shared=shared)
+    assert compilation is not None
+    assert begun.wait(30.0)
+    other = compilers.prepare(later, "other", "later", shared=shared)  # whoever compiles it is free for the first one then
+    assert other is not None
+    other.wait()
+    compilation.wait()
+    asked = [question for worker in workers for question in worker.questions]
+    assert asked.count(first) == (2 if shared else 1)
+    assert not both.broken
+    assert compilers.notes.any is False
+    compilers.close()
+
+
 @pytest.mark.slow
 def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     worker = Recorder()

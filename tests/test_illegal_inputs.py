@@ -7,6 +7,7 @@ import dataclasses
 import io
 import math
 import os
+import threading
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -252,13 +253,13 @@ def test_rank_that_waits_for_one_that_refuses_is_reported_and_the_group_goes_on(
             assert group.ask(Refuse(f"{__file__}:Path", illegal), 20.0)["did"] == "returns numbers without an error"
 
 
-def checking_of(worker: Any, domain: PathDomain, device: str = "cpu", tune: str = "") -> Any:
+def checking_of(worker: Any, domain: Any, device: str = "cpu", tune: str = "") -> Any:
     """What `_print_refusals` reads of a check."""
     return types.SimpleNamespace(
         describe=lambda: types.SimpleNamespace(domain=domain),
         settings=types.SimpleNamespace(shard=WHOLE, until=math.inf, device=device, tune=tune),
         defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
-        workers=[worker],
+        workers=worker if isinstance(worker, list) else [worker],
     )
 
 
@@ -289,6 +290,33 @@ def test_an_error_of_ranks_is_printed_as_a_reason() -> None:
         "  not run: loading the adapter again crashed (rank 0 killed by SIGABRT): tokens that 2 cp does not divide (zigzag_batch)"
     )
     assert lines[3:] == ["  hung (rank 1 hung): cu_seqlens that decrease"]
+
+
+def test_all_workers_are_asked_and_answers_are_printed_in_the_order_of_the_inputs() -> None:
+    names = book_named("rules").illegal.names("gated_delta_rule")
+    both = threading.Barrier(2, timeout=30.0)
+
+    class Meets:
+        deadline_s = 120.0
+
+        def __init__(self) -> None:
+            self.asked = list[str]()
+
+        def ask(self, question: Describe | Refuse, deadline_s: float) -> dict[str, Any]:
+            if isinstance(question, Describe):
+                return {}
+            if not self.asked:
+                both.wait()
+            self.asked.append(question.illegal)
+            return {"did": f"does {len(names) - names.index(question.illegal)}"}
+
+    workers, out = [Meets(), Meets()], io.StringIO()
+    domain = Domain()
+    did = check_command._print_refusals("adapter", checking_of(workers, domain), out)
+    assert [name for several in did.values() for name in several] == list(names)
+    assert sorted(name for worker in workers for name in worker.asked) == sorted(names)
+    lines = out.getvalue().splitlines()
+    assert lines[1:] == [f"  does {len(names) - place}: {name}" for place, name in enumerate(names)]
 
 
 class Aborts(Path):

@@ -208,7 +208,8 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
     def parted() -> set[Any]:
         found = set()
         for bits in (8, 10, 11, 20, 24):
-            for rule in (dataclasses.replace(arithmetic(name, 4), first=1) for name in ("fp16", "bf16", "fp32")):
+            rules = [*(arithmetic(name, 4) for name in ("fp16", "bf16", "fp32")), arithmetic("fp32", 4, products="tf32")]
+            for rule in (dataclasses.replace(rule, first=1) for rule in rules):
                 x = numbers(4, 3, 2, 8, 12, low=-40, high=10)
                 grain = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - bits - 1)
                 x = ((x / grain).round() * grain).to(dtype)
@@ -220,7 +221,11 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
                 wide = x[:, :, 0], there[:, :, 0]
                 pairs["beside"] = tuple(rule.beside(tensor, ("e", "f"), (7, 5), (bits, 11)) for tensor in wide)
                 pairs["rough"] = tuple(rule.rough(tensor, rule.grid(tensor, "g")[0]) for tensor in (x, there))
-                found |= {(name, bits, rule.stored) for name, (here, far) in pairs.items() if not torch.equal(here, far.cpu())}
+                found |= {
+                    (name, bits, rule.stored, rule.product)
+                    for name, (here, far) in pairs.items()
+                    if not torch.equal(here, far.cpu())
+                }
         return found
 
     assert parted() == set()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.arithmetic.rounding import FP16_STEP
+from oracles.arithmetic.rounding import FP16_STEP, Arithmetic
 from oracles.operation import DTYPES, Inputs
 from oracles.operations import RULES
 from oracles.tolerance.allowance import KAPPA
@@ -277,3 +278,33 @@ def test_chunks_are_those_of_the_implementation_or_several() -> None:
     assert len({float(allowed.sum()) for allowed in (*known.values(), unknown)}) == 4
     ratio = unknown / torch.stack([*known.values()]).square().mean(0).sqrt()
     assert ((ratio > 0.5) & (ratio < 2)).double().mean() > 0.95
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize(("dtype", "products"), [("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")])
+def test_disturbed_runs_do_not_wait_for_a_gpu(algorithm: str, dtype: str, products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads the offsets of a call, and then only launches: 16 chunks take no more waits than two. A wait is seen."""
+
+    def waits(length: int) -> int:
+        case = Case((length, 20), packed=True, state="random", dtype=dtype)
+        call = case.spec, case.inputs("cuda"), case.cotangents("cuda"), algorithm, products, 64
+        bounds(*call)  # fills the caches
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                bounds(*call)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return len(caught)
+
+    assert waits(16 * 64) <= waits(2 * 64) <= 8
+    plain = Arithmetic.dither
+
+    def waiting(self: Arithmetic, x: Tensor, place: str, bits: int | None = None) -> Tensor:
+        return plain(self, x, place, bits) + torch.tensor(0.0, device=x.device)
+
+    monkeypatch.setattr(Arithmetic, "dither", waiting)
+    assert waits(16 * 64) > 16

@@ -97,8 +97,11 @@ def grid_of(
     dtype: torch.dtype,
     axis: int | None,
     widths: tuple[int, ...],
+    left: tuple[float, ...],
 ) -> Grid:
     """Return the grids s of several places, and 1 / s, for tensors with `axes` axes; run 0 has s = 1.
+
+    If `left` is not empty, it has for each run the factor by which 1 / s is multiplied.
 
     There is one s for each run and each position of the last two axes. Several places are stacked along `axis`, or lie side by side
     along the last axis if `widths` are given. Below its smallest normal number a dtype has a fixed step. Where `step` is not 0, the
@@ -123,7 +126,12 @@ def grid_of(
     view[runs_axis] = len(grid)
     if axis is not None:
         view[axis] = len(places)
-    return grid.view(view), back.view(view)
+    grid, back = grid.view(view), back.view(view)
+    if left:  # made here, once: a tensor that a GPU gets from the host makes the host wait for the GPU
+        shape = [1] * axes
+        shape[runs_axis] = len(left)
+        back = back * torch.tensor(left, dtype=dtype, device=device).view(shape)
+    return grid, back
 
 
 @cached

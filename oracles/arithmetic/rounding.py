@@ -293,17 +293,13 @@ class Arithmetic:
         self, like: Tensor, places: tuple[str, ...], bits: Bits, step: float, axis: int | None, widths: tuple[int, ...]
     ) -> Grid:
         last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
-        grid, back = grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
-        return (grid, back * self._cut(back)) if self._cuts(bits) else (grid, back)
+        left = self._left if bits == self.product == TF32_BITS else ()
+        return grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths, left)
 
-    def _cuts(self, bits: Bits) -> bool:
-        """Whether numbers that round to `bits` bits are operands of products in TF32."""
-        return bits == self.product == TF32_BITS
-
-    def _cut(self, like: Tensor) -> Tensor:
-        """Return, for each run, what is left of a TF32 operand: less than 1 where the run cuts (see CUT)."""
-        left = [1.0 - CUT if run % CUTTING == 1 else 1.0 for run in range(self.first, self.first + self.runs)]
-        return torch.tensor(left, dtype=like.dtype, device=like.device).view(self._along(like.ndim))
+    @functools.cached_property
+    def _left(self) -> tuple[float, ...]:
+        """What is left of an operand of a TF32 product in each run: less than 1 where the run cuts (see CUT)."""
+        return tuple(1.0 - CUT if run % CUTTING == 1 else 1.0 for run in range(self.first, self.first + self.runs))
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
         """Return x times `by`, rounded as a stored value."""
@@ -321,8 +317,10 @@ class Arithmetic:
         """Return x times `by`, rounded, and then times `back` if given."""
         kind = CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
-            rounded = launch(x, by, lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
-            return rounded * self._cut(rounded) if self._cuts(bits) and back is not None else rounded
+            low = lowest(bits, kind, axis, widths, x.device, by.dtype)
+            if back is not None and bits == self.product == TF32_BITS:  # `back` is not the reciprocal of `by` in runs that cut
+                return launch(x, by, low, undo=False).mul_(back)
+            return launch(x, by, low, undo=back is not None)
         rounded = x * by
         rounds = rounded if self.first else rounded.narrow(self.axis, 1, self.runs - 1)  # run 0 is exact
         if kind:

@@ -2,10 +2,12 @@
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import math
+import queue
 import random
 import sys
 import time
@@ -50,7 +52,7 @@ from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
-from verify.ranks.group import Group
+from verify.ranks.group import Answering, Group
 from verify.ranks.torchrun import Launch, follow, launched
 from verify.reach import report as reach_report
 
@@ -355,16 +357,36 @@ def _not_asked(checking: Check) -> list[str]:
 
 def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[str]]:
     """Print what the adapter does with illegal input, unless the time is up before all of it is known, and return it."""
-    did, worker = dict[str, list[str]](), checking.workers[0]
-    domain, ended = checking.describe().domain, list[str]()
-    for name in filter(checking.settings.shard.owns, book_of(domain).illegal.names(domain.operation)):
-        answer = "" if time.monotonic() >= checking.settings.until else _reaction(spec, name, checking)
-        if time.monotonic() >= checking.settings.until:
-            print_line("illegal input: not tried in full, because the time was up", out)
-            return did
-        did.setdefault(answer, []).append(name)
-        if isinstance(worker, Group) and not worker.alive:
-            ended.append(name)
+    did, ended = dict[str, list[str]](), list[str]()
+    domain, until = checking.describe().domain, checking.settings.until
+    names = [*filter(checking.settings.shard.owns, book_of(domain).illegal.names(domain.operation))]
+    idle = queue.SimpleQueue[Answering]()
+    for worker in checking.workers:
+        idle.put(worker)
+
+    def ask(name: str) -> str:
+        worker = idle.get()
+        try:
+            answer = "" if time.monotonic() >= until else _reaction(spec, name, checking, worker)
+            if time.monotonic() >= until:  # it may have been cut short
+                return ""
+            if isinstance(worker, Group) and not worker.alive:
+                ended.append(name)
+            return answer
+        finally:
+            idle.put(worker)
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(checking.workers))
+    try:
+        answers = dict(zip(names, pool.map(ask, names), strict=True))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    for name, answer in answers.items():
+        if answer:
+            did.setdefault(answer, []).append(name)
+    if not all(answers.values()):
+        print_line("illegal input: not tried in full, because the time was up", out)
+        return did
     if did:
         print_line("\n".join(text.refusal_lines(did)), out)
     if ended:
@@ -372,12 +394,12 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[s
     return did
 
 
-def _reaction(spec: str, name: str, checking: Check) -> str:
+def _reaction(spec: str, name: str, checking: Check, worker: Answering) -> str:
     """What the adapter does with one illegal input, in words.
 
     The call before may have ended the process, or a group of ranks. Starting it again and loading the adapter have their own time.
     """
-    worker, settings = checking.workers[0], checking.settings
+    settings = checking.settings
     left_out = checking.defects.left_out_of_any(settings.device)
     try:
         worker.ask(Describe(spec), min(worker.deadline_s, settings.until - time.monotonic()))

@@ -25,6 +25,7 @@ from verify.engine.drawing import Enough, of_law
 from verify.engine.shard import WHOLE, Shard
 from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS, KnownDefects
+from verify.gpu.policies import is_timed
 from verify.process.messages import Compile
 
 SIZE = 8
@@ -128,7 +129,8 @@ class Plan:
     def _prepare(self, run: Run) -> Compilation | None:
         left_out = self._defects.left_out(run)
         words = (run.law, run.products, run.tune, _key(run.example), *left_out)
-        return self._compilers.prepare(Compile(str(run), left_out), key_of(run.example.case), *words)
+        shared = not is_timed(run.tune)  # Triton's timing would be wrong beside others, and launches kernels
+        return self._compilers.prepare(Compile(str(run), left_out), key_of(run.example.case), *words, shared=shared)
 
     def await_known(self, run: Run) -> None:
         """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""

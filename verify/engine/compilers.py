@@ -25,12 +25,17 @@ class Need(enum.IntEnum):
 
 @dataclasses.dataclass(eq=False)
 class Compilation:
-    """What a process compiles: the kernels of a run. Runs of one `family` share most of their kernels."""
+    """What a process compiles: the kernels of a run. Runs of one `family` share most of their kernels.
+
+    If it is `shared`, several processes may compile one run: each passes over the kernels that another one compiles.
+    """
 
     question: Compile
     family: Hashable
     words: tuple[Any, ...]
+    shared: bool = False
     need: Need = Need.LATER
+    helpers: int = 0
     _done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def wait(self) -> None:
@@ -47,7 +52,8 @@ class Compilers:
     """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored.
 
     What a worker waits for comes first, then what the laws need that have begun. Among these, a family comes first that few other
-    processes compile, because processes of one family wait for each other's kernels at the end.
+    processes compile, because processes of one family wait for each other's kernels at the end. A process that finds nothing to
+    begin shares what others compile: the last runs have many kernels of their own, and workers wait for them.
     """
 
     def __init__(self, workers: Sequence[Worker], first: Question | None, notes: Notes | None = None) -> None:
@@ -59,6 +65,7 @@ class Compilers:
         self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
         self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
         self._pending: list[Compilation] = []
+        self._begun: list[Compilation] = []
         self._under_way = collections.Counter[Hashable]()
         self._pool = ThreadPoolExecutor(max(1, len(workers)))
         if workers and not self.notes.any:
@@ -70,14 +77,14 @@ class Compilers:
             for _ in self._workers:
                 self._pool.submit(self._ask, first)
 
-    def prepare(self, question: Compile, family: Hashable, *words: Any) -> Compilation | None:
-        """Have the kernels of a run compiled. `words` say what they depend on.
+    def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Compilation | None:
+        """Have the kernels of a run compiled. `words` say what they depend on; for `shared` see `Compilation`.
 
         None if they were compiled before, if there are no compiling processes, or if they were closed.
         """
         if not self._workers or self.notes.has(*words):
             return None
-        compilation = Compilation(question, family, words)
+        compilation = Compilation(question, family, words, shared)
         with self._lock:
             self._pending.append(compilation)
         try:
@@ -101,14 +108,30 @@ class Compilers:
         with self._lock:
             compilation = min(self._pending, key=lambda one: (-one.need, self._under_way[one.family]))
             self._pending.remove(compilation)
+            self._begun.append(compilation)
             self._under_way[compilation.family] += 1
         try:
             if self._ask(compilation.question):
                 self.notes.add(*compilation.words)
         finally:
             with self._lock:
+                self._begun.remove(compilation)
                 self._under_way[compilation.family] -= 1
             compilation.end()
+        self._share()
+
+    def _share(self) -> None:
+        """While nothing waits to be begun, compile what other processes have begun: first what fewest processes compile."""
+        joined = set[Compilation]()
+        while True:
+            with self._lock:
+                others = [one for one in self._begun if one.shared and one not in joined]
+                if self._pending or not others:
+                    return
+                compilation = min(others, key=lambda one: (one.helpers, -one.need))
+                compilation.helpers += 1
+            joined.add(compilation)
+            self._ask(compilation.question)
 
     def _ask(self, question: Question) -> bool:
         """Whether there was an answer."""

@@ -26,7 +26,7 @@ from verify.execution.line import Run
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
-from verify.gpu.policies import Policy
+from verify.gpu.policies import is_timed
 from verify.gpu.warmup import unlaunched
 from verify.process.outcome import Outcome, Verdict
 from verify.reach import recorder
@@ -135,14 +135,13 @@ def compiled(run: Run) -> bool:
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
     bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
-    timed = not run.tune or Policy.parse(run.tune).tune is None
 
     def call(launching: contextlib.AbstractContextManager[None]) -> None:
         # An error here comes up again in the check, which reports it.
         with contextlib.suppress(Exception), following(run.tune), launching:
             collections.deque(on_device(run.device, law.check(bench, run.example)), maxlen=0)
 
-    if timed:
+    if is_timed(run.tune):
         call(contextlib.nullcontext())
         return True
     passed: list[str] = []

@@ -96,6 +96,11 @@ class Policy:
 NATIVE = Policy()
 
 
+def is_timed(tune: str) -> bool:
+    """Whether Triton chooses configurations by time under this word of a line; "" leaves kernels as they are."""
+    return not tune or Policy.parse(tune).tune is None
+
+
 def ran(used: Mapping[str, Iterable[str]], kernel: str, config: str) -> bool:
     """Whether a kernel, named by its whole name or the end of it, ran with a configuration that has all words of `config`."""
     words = {*config.split(":")}
