@@ -376,7 +376,7 @@ def test_a_bound_of_another_case_would_be_noticed() -> None:
     shifted = [shared.bounds("chunkwise") for shared in together(runs) if shared is not None][1:]
     calls = [shared.call() for shared in together(runs) if shared is not None]
     ready = [
-        SimpleNamespace(call=lambda call=call: call, bounds=lambda _, limits=limits: limits)
+        SimpleNamespace(bytes=0, call=lambda call=call: call, bounds=lambda _, limits=limits: limits)
         for call, limits in zip(calls, shifted, strict=False)
     ]
     found = [execute(run, shared).verdict for run, shared in zip(runs, ready, strict=False)]

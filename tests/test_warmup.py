@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verify.gpu import warmup
+from verify.gpu import locks, turns, warmup
 
 triton = pytest.importorskip("triton")
 
@@ -101,7 +101,7 @@ def holds(cache: str, held: Any, release: Any) -> None:
 
 def test_a_kernel_that_another_process_compiles_can_be_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    warmup._locks.cache_clear()
+    locks._file.cache_clear()
     made = dict[str, Kernel]()
     monkeypatch.setattr(triton.compiler, "compile", lambda src: made.setdefault(src.hash(), Kernel()))
     warmup.take_turns.__wrapped__()
@@ -124,15 +124,64 @@ def test_a_kernel_that_another_process_compiles_can_be_passed_over(monkeypatch: 
     with warmup.unlaunched():
         assert triton.JITFunction(kernel)[(1,)]("one") is made["one"]
     other.join(60)
-    warmup._locks().close()
-    warmup._locks.cache_clear()
+    locks._file().close()
+    locks._file.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(warmup, "triton_cache", lambda: tmp_path / "file")
-    warmup._locks.cache_clear()
+    monkeypatch.setattr(locks, "triton_cache", lambda: tmp_path / "file")
+    locks._file.cache_clear()
     compiled = []
     with warmup._alone(b"kernel"):
         compiled.append("kernel")
     assert compiled == ["kernel"]
+    assert turns.taken([1], 0.0) is None
+
+
+def takes(cache: str, places: tuple[int, ...], held: Any, release: Any) -> None:
+    """Hold the first free one of the places in a process of its own, until it gets the signal to end."""
+    import os
+
+    os.environ["TRITON_CACHE_DIR"] = cache
+    held.put(turns.taken(places, 60.0))
+    release.wait(60)
+
+
+def test_large_cases_of_several_processes_take_turns_and_small_ones_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    locks._file.cache_clear()
+    fresh = multiprocessing.get_context("spawn")
+    held, release = fresh.Queue(), fresh.Event()
+    others = [fresh.Process(target=takes, args=(str(tmp_path), (1, 2), held, release)) for _ in range(2)]
+    for other in others:
+        other.start()
+    assert {held.get(timeout=60) for _ in others} == {1, 2}
+    assert turns.taken((1, 2), 0.1) is None
+    assert turns.taken((1, 2, 3), 0.0) == 3
+    locks.unlock(3)
+    monkeypatch.setattr(turns, "WAIT_S", 0.2)
+    asked = list[str]()
+
+    def places() -> tuple[int, ...]:
+        asked.append("places")
+        return 1, 2
+
+    monkeypatch.setattr(turns, "_places", places)
+    with turns.turn("cuda", turns.LARGE - 1), turns.turn("cpu", turns.LARGE):
+        assert not asked
+    with turns.turn("cuda", turns.LARGE):  # nobody releases a place, so it goes on without
+        assert asked == ["places"]
+    release.set()
+    monkeypatch.setattr(turns, "WAIT_S", 60.0)
+    with turns.turn("cuda", turns.LARGE):
+        taker = fresh.Process(target=takes, args=(str(tmp_path), (1, 2), held, release))
+        taker.start()
+        assert held.get(timeout=60) == 2
+    assert turns.taken((1,), 0.0) == 1, "it was released"
+    for process in (*others, taker):
+        process.join(60)
+    locks._file().close()
+    locks._file.cache_clear()

@@ -40,6 +40,10 @@ T = TypeVar("T")
 class Ready(Protocol):
     """The inputs and bounds of a case that were made together with those of others (verify/execution/shared_bounds.py)."""
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the tensors of all cases together, as long as the bounds are not made."""
+
     def call(self) -> tuple[Inputs, Cotangents]:
         """The case's inputs, and its cotangents if it has a backward."""
 

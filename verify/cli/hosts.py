@@ -17,7 +17,7 @@ from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 16  # each holds half a gigabyte of the GPU's memory
-SHARING = 4  # the most workers of a kernel for each GPU; they took up to 108 GiB of an H200
+SHARING = 6  # the most workers of a kernel for each GPU
 ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
 
@@ -105,8 +105,8 @@ def engine_workers_of(options: argparse.Namespace) -> int:
 
 
 def gpu_workers_of(options: argparse.Namespace) -> int:
-    """The least number of workers for kernels on GPUs: `--workers`, or one for every four cores, at most SHARING for each GPU."""
-    return int(options.workers or min(SHARING * devices.gpus(), (os.cpu_count() or 1) // 4))
+    """The least number of workers for kernels on GPUs: `--workers`, or one for every two cores, at most SHARING for each GPU."""
+    return int(options.workers or min(SHARING * devices.gpus(), (os.cpu_count() or 1) // 2))
 
 
 @contextlib.contextmanager

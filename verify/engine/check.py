@@ -30,7 +30,7 @@ from verify.process.reach import Reach
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering
 
-WORKER_BYTES = 32 * 2**30  # of a GPU's memory for each worker: 131,072 tokens with their reference take 22 GiB on an H200
+WORKER_BYTES = 2**34  # of a GPU's memory for each worker; large cases take turns (verify/gpu/turns.py)
 
 
 class Check:

@@ -27,6 +27,7 @@ from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
 from verify.gpu.policies import is_timed
+from verify.gpu.turns import turn
 from verify.gpu.warmup import unlaunched
 from verify.process.outcome import Outcome, Verdict
 from verify.reach import recorder
@@ -85,7 +86,8 @@ def _executed(
         elif declared:
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update(declared)
-        with following(run.tune) as used:
+        need = case.bytes if ready is None else max(case.bytes, ready.bytes)
+        with turn(run.device, need), following(run.tune) as used:
             places, lay_out = functools.partial(where, case), functools.partial(layout, case)
             outcome = judged(law, bench, run.example, places, lay_out, case.bytes, excused, patient=patient)
         outcome.tuned = dict(used)

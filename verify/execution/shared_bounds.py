@@ -133,6 +133,11 @@ class Shared:
     of: "_Call"
     row: int
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the tensors of all cases together, as long as the bounds are not made."""
+        return 0 if self.of.results else sum(case.bytes for case in self.of.cases)
+
     def call(self) -> tuple[Inputs, Cotangents]:
         """The case's inputs, and its cotangents if it has a backward. They can be taken only once."""
         return self.of.take(self.row)

@@ -1,7 +1,6 @@
 """Compiling the Triton kernels of a call without launching them, and each kernel in one process only."""
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -9,9 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from verify.interpreter.self_test import triton_cache
-
-LOCKS = "gdn-verify-locks"  # a file in Triton's cache
+from verify.gpu.locks import lock, unlock
 
 
 class Busy(Exception):
@@ -80,27 +77,19 @@ def take_turns() -> None:
 
 @contextlib.contextmanager
 def _alone(kernel: bytes) -> Iterator[None]:
-    """Hold the lock of a kernel inside: a byte of a file, which the system releases when the process ends. Without one, go on.
+    """Hold the lock of a kernel inside. Without one, go on.
 
     Busy if another process holds it and this one passes over such kernels.
     """
     place = int.from_bytes(kernel[:4], "big")
     try:
-        file = _locks()
-        fcntl.lockf(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if _PASSING else 0), 1, place)
+        lock(place, wait=not _PASSING)
     except BlockingIOError:
         raise Busy from None
-    except OSError:  # the cache cannot be written, or its file system has no locks: two processes may compile the same kernel
+    except OSError:  # two processes may compile the same kernel
         yield
         return
     try:
         yield
     finally:
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
-
-
-@functools.cache
-def _locks() -> Any:
-    """The open file of the locks. Closing any other one of it in this process would release them."""
-    triton_cache().mkdir(parents=True, exist_ok=True)
-    return (triton_cache() / LOCKS).open("ab")
+        unlock(place)
