@@ -53,7 +53,9 @@ WHOLE_S = 240.0  # of a whole check. Alone on a host, an H200 takes at most 180 
 LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
 DEADLINE_S = 240.0  # of a step
 # The files with tests marked gpu.
-GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "rounding_bounds", "sanitizer", "serving_claims"))
+GPU_TESTS = tuple(
+    f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "rounding_bounds", "sanitizer", "serving_claims")
+)
 DISTRIBUTED_STEPS = ("chunk_cp", "kda_cp", "conv_cp", "rates", "exact", "torchrun", "layer")
 RATES = {"exchange": ("layout cases a second", LAYOUTS), "parallel": ("layer cases a second", LAYERS)}  # by law
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"

@@ -230,8 +230,10 @@ def test_chunks_that_are_no_number_of_tokens_are_refused() -> None:
     case = Case.parse("lengths=4")
     patterns = ((chunk, rf"^chunk must be None or a whole number from 1 up, got {chunk!r}$") for chunk in [0, -1, True, 2.5, "64"])
     assert not_refused(lambda chunk: bounds(case.spec, case.inputs(), None, "chunkwise", chunk=chunk), patterns) == []
-    patterns = ((at, rf"^restart must be a whole number from 0 up, got {at!r}$") for at in [-1, True, 2.5, None])
-    assert not_refused(lambda at: bounds(case.spec, case.inputs(), None, "chunkwise", restart=at), patterns) == []
+    rule = "restarts must be empty or have increasing token numbers from 0 up for each of 1 sequences"
+    wrong = [((-1,),), ((True,),), ((2.5,),), ((2, 1),), ((1, 1),), ((1,), (1,)), (1,), 1, None]
+    patterns = ((at, f"^{re.escape(f'{rule}, got {at!r}')}$") for at in wrong)
+    assert not_refused(lambda at: bounds(case.spec, case.inputs(), None, "chunkwise", restarts=at), patterns) == []
 
 
 def test_cotangents_that_are_no_numbers_are_refused() -> None:

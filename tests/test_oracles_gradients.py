@@ -147,7 +147,7 @@ def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     x = small_tensors([*((1, tokens + 1, heads, width) for width in (2, 2, 3, gates, 1)), (1, 3, heads, 2, 3)], tokens)
     assert torch.autograd.gradcheck(lambda *x: disturbed.recurrent(*x, 0.7, exact, lengths), x)
     assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2), x)
-    assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2, restart=1), x)
+    assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2, restarts=((1,),) * len(lengths)), x)
 
 
 def test_some_gradients_alone_are_those_of_all_and_without_any_there_is_no_graph() -> None:

@@ -54,9 +54,9 @@ def test_wrong_substitutions_are_rejected(wrong: Callable[..., Tensor], monkeypa
 
 
 def blocks_of(
-    lengths: Sequence[int], sizes: Sequence[int], most: int, restart: int = 0
+    lengths: Sequence[int], sizes: Sequence[int], most: int, restarts: segments.Restarts = ()
 ) -> list[tuple[list[int], list[segments.Segment]]]:
-    blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"), restart)
+    blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"), restarts)
     return [(torch.arange(len(lengths))[members].tolist(), block) for members, block in blocks]
 
 
@@ -84,17 +84,21 @@ def held_before(segment: segments.Segment, members: Sequence[int]) -> list[tuple
     size=st.integers(1, 9),
     short=st.integers(1, 9),
     most=st.integers(1, 12),
-    restart=st.integers(0, 20),
+    begins=st.lists(st.sets(st.integers(0, 20), max_size=4), min_size=7, max_size=7),
 )
-@example(lengths=[0, 0], size=4, short=4, most=1, restart=0)
-@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3, restart=0)
-@example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9, restart=0)
-@example(lengths=[9, 12, 3, 0], size=4, short=4, most=9, restart=5)
+@example(lengths=[0, 0], size=4, short=4, most=1, begins=[])
+@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3, begins=[])
+@example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9, begins=[])
+@example(lengths=[9, 12, 3, 0], size=4, short=4, most=9, begins=[{5}, {5}, {5}, {5}])
+@example(lengths=[9, 12, 3, 0], size=4, short=4, most=9, begins=[{1, 2, 7}, set(), {2}, {1}])
 @pytest.mark.slow
-def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, short: int, most: int, restart: int) -> None:
+def test_segments_hold_every_token_once_in_order(
+    lengths: list[int], size: int, short: int, most: int, begins: list[set[int]]
+) -> None:
+    restarts = tuple(tuple(sorted(each)) for each in begins[: len(lengths)])
     ends, seen = [0, *itertools.accumulate(lengths)], {row: [] for row, length in enumerate(lengths) if length}
     sizes = [short if length <= short else size for length in lengths]
-    for members, block in blocks_of(lengths, sizes, most, restart):
+    for members, block in blocks_of(lengths, sizes, most, restarts):
         assert len(members) <= most
         assert {sizes[row] for row in members} == {segment.size for segment in block}
         running = len(members)
@@ -117,7 +121,8 @@ def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, 
             assert [states[row] for row in at[segment.last]] == [(row, len(seen[row])) for row in members[: segment.steps[0][1]]]
     for row, chunks in seen.items():
         tokens = list(range(ends[row], ends[row + 1]))
-        parts = [part + [-1] * (-len(part) % sizes[row]) for part in (tokens[:restart], tokens[restart:])]
+        cuts = [0, *(restarts[row] if restarts else ()), len(tokens)]
+        parts = [part + [-1] * (-len(part) % sizes[row]) for part in (tokens[a:b] for a, b in itertools.pairwise(cuts))]
         assert [token for chunk in chunks for token in chunk] == [token for part in parts for token in part]
         assert all(len(chunk) == sizes[row] for chunk in chunks)
 

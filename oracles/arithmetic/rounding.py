@@ -55,12 +55,12 @@ class Arithmetic:
     Precisions are significand bits. `stored` is for stored intermediates and for computed operands. `product` is what products and
     sums in float32 keep; it is 53 (EXACT) where operands are coarser and hide the errors of the sums. `output` is for the inputs'
     dtype, and `step` is its subnormal step where that matters. `gate` is for the gate's dtype, and `pool` for that of a pool's
-    states if it is narrower than float32. `algorithm` is the class, and `chunk` the number of tokens in its chunks, if known. A
-    chunk begins at token `restart` of every sequence. `inverse` is for the products that compute (I + A)^-1 where these keep few
-    bits: TF32 may be used for them whatever dtype the inputs have. `summed_again` is for corrected values from which a backward
-    sums its states again, if it does. `folds` says that the algorithm multiplies a decay into operands even if all channels share
-    this decay. `term` is for the products of a convolution, if each is rounded before it is added. `parameter` is for the dtype of
-    A_log and dt_bias.
+    states if it is narrower than float32. `algorithm` is the class, and `chunk` the number of tokens in its chunks, if known.
+    `restarts`, if given, has for each sequence the tokens at which a chunk begins too. `inverse` is for the products that compute
+    (I + A)^-1 where these keep few bits: TF32 may be used for them whatever dtype the inputs have. `summed_again` is for corrected
+    values from which a backward sums its states again, if it does. `folds` says that the algorithm multiplies a decay into operands
+    even if all channels share this decay. `term` is for the products of a convolution, if each is rounded before it is added.
+    `parameter` is for the dtype of A_log and dt_bias.
     """
 
     runs: int
@@ -71,7 +71,7 @@ class Arithmetic:
     gate: int = EXACT
     algorithm: str = "exact"
     chunk: int | None = None
-    restart: int = 0
+    restarts: tuple[tuple[int, ...], ...] = ()
     first: int = 0
     last: int | None = None
     inverse: int = EXACT

@@ -17,7 +17,7 @@ from torch import Tensor
 from oracles.arithmetic.rounding import Arithmetic
 from oracles.rule.in_chunks import Chunkwise
 from oracles.rule.in_steps import Recurrent
-from oracles.rule.segments import Form, rule
+from oracles.rule.segments import Form, Restarts, rule
 
 STEPS = 64  # tokens of the recurrence that are computed at once
 _PADDED = 96  # padding by this many tokens, or by a quarter, costs less than computing chunks of another size separately
@@ -82,11 +82,11 @@ def chunkwise(
     chunk: int = 64,
     *,
     channels: bool = False,
-    restart: int = 0,
+    restarts: Restarts = (),
 ) -> tuple[Tensor, Tensor]:
     """Compute the chunkwise form in many runs; shapes as in `recurrent`. Sequences shorter than a chunk have a smaller chunk.
 
-    With `restart`, a chunk begins at this token of every sequence. `channels` says that an implementation decays each channel of
+    `restarts` are as in oracles/rule/segments.py. `channels` says that an implementation decays each channel of
     the key separately, even if there is only one. Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing,
     so the final state is right.
     """
@@ -97,7 +97,7 @@ def chunkwise(
     if arithmetic.narrow:  # otherwise the bits that sums over a chunk keep depend on its size
         sizes = alike(lengths, sizes)
     form = Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
-    return _rule(form, (q, k, v, g, beta), state, lengths, sizes, restart)
+    return _rule(form, (q, k, v, g, beta), state, lengths, sizes, restarts)
 
 
 def _short(length: int, chunk: int) -> int:
@@ -124,9 +124,9 @@ def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def _rule(
-    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int], restart: int = 0
+    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int], restarts: Restarts = ()
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to tokens and states with the runs first; the form has the runs after chunks and sequences."""
     first = tuple(x.transpose(0, 1) for x in (*tokens, state))
-    o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes), restart)
+    o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes), restarts)
     return o.transpose(0, 1), final.transpose(0, 1)

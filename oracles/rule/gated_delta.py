@@ -174,7 +174,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         else:
             chunk = arithmetic.chunk or CHUNK
             o, final = disturbed.chunkwise(
-                *tokens, state, scale, arithmetic, lengths, chunk, channels=channels, restart=arithmetic.restart
+                *tokens, state, scale, arithmetic, lengths, chunk, channels=channels, restarts=arithmetic.restarts
             )
     if by_columns:
         o, final = o.squeeze(-1).unflatten(-1, x.v.shape[-2:]), final.squeeze(-1).unflatten(2, x.v.shape[-2:]).mT

@@ -83,6 +83,8 @@ class Segment(NamedTuple):
 
 
 Block = tuple[Tensor | slice, list[Segment]]  # some sequences, and their segments in order
+Restarts = tuple[tuple[int, ...], ...]  # for each sequence, tokens at which a chunk begins; empty means none
+Pieces = list[tuple[int, int]]  # where pieces of a sequence begin and end, among all tokens
 
 
 class Form(Protocol):
@@ -102,14 +104,19 @@ class Form(Protocol):
 
 
 def rule(
-    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...], restart: int = 0
+    form: Form,
+    tokens: tuple[Tensor, ...],
+    state: Tensor,
+    lengths: tuple[int, ...],
+    sizes: tuple[int, ...],
+    restarts: Restarts = (),
 ) -> tuple[Tensor, Tensor]:
     """Return o [T, ..., V] and the final states [N, ..., K, V] of sequences of `lengths` tokens; `sizes` has a chunk size for each.
 
-    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any]; `state` is [N, ..., K, V]. With `restart`, a chunk
-    begins at this token of every sequence, as in two calls that are one after the other.
+    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any]; `state` is [N, ..., K, V]. `restarts`, if
+    given, has for each sequence the tokens at which a chunk begins too, as in calls that follow one another.
     """
-    o, final = _Rule.apply(form, lengths, sizes, restart, state, *tokens)
+    o, final = _Rule.apply(form, lengths, sizes, restarts, state, *tokens)
     return o, final
 
 
@@ -120,7 +127,7 @@ class _Rule(torch.autograd.Function):
         form: Form,
         lengths: tuple[int, ...],
         sizes: tuple[int, ...],
-        restart: int,
+        restarts: Restarts,
         initial: Tensor,
         *tokens: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -129,7 +136,7 @@ class _Rule(torch.autograd.Function):
         # Every token is in some segment, so all of o is written.
         o, final = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, lengths)
         most = tuple(form.most(size, k, v) for size in sizes)
-        blocks = segments(lengths, sizes, most, k.device, restart)
+        blocks = segments(lengths, sizes, most, k.device, restarts)
         plan = [(members, [_Record(segment) for segment in block]) for members, block in blocks]
         for members, block in plan:
             carry = initial[members].contiguous().to(dtype)
@@ -198,43 +205,43 @@ def _joined(running: Tensor, ended: Tensor) -> Tensor:
 
 @functools.lru_cache(64)
 def segments(
-    lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device, restart: int = 0
+    lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device, restarts: Restarts = ()
 ) -> list[Block]:
-    """Return blocks of sequences that have chunks of one size, and their segments in order; for `restart` see `rule`.
+    """Return blocks of sequences that have chunks of one size, and their segments in order; for `restarts` see `rule`.
 
     `sizes` and `most` have for each sequence its chunk size and the most chunks of a segment. The sequences of a block are sorted
     by their number of chunks, so that those still running at a step are the first ones.
     """
-    starts, blocks = [0, *itertools.accumulate(lengths)], list[Block]()
+    starts, blocks = [0, *itertools.accumulate(lengths)][:-1], list[Block]()
+    pieces = [_pieces(*sequence) for sequence in zip(starts, lengths, restarts or ((),) * len(lengths), strict=True)]
     for size, limit in sorted(set(zip(sizes, most, strict=True))):
         rows = (row for row, length in enumerate(lengths) if length and sizes[row] == size)
-        order = sorted(rows, key=lambda row: -sum(_chunks(lengths[row], size, restart)))
+        order = sorted(rows, key=lambda row: -sum(-(-(end - begin) // size) for begin, end in pieces[row]))
         parts = [order[first : first + limit] for first in range(0, len(order), limit)]
-        blocks += [_block(members, lengths, starts, size, limit, device, restart) for members in parts]
+        blocks += [_block(members, pieces, size, limit, device) for members in parts]
     return blocks
 
 
-def _chunks(length: int, size: int, restart: int) -> tuple[int, int]:
-    """Return how many chunks a sequence has before token `restart`, and how many from there on."""
-    before = min(length, restart)
-    return -(-before // size), -(-(length - before) // size)
+def _pieces(start: int, length: int, restarts: tuple[int, ...]) -> Pieces:
+    """Return the pieces of a sequence, each of which begins a chunk."""
+    cuts = [0, *(at for at in restarts if 0 < at < length), length]
+    return [(start + begin, start + end) for begin, end in itertools.pairwise(cuts)]
 
 
-def _block(
-    members: list[int], lengths: tuple[int, ...], starts: list[int], size: int, most: int, device: torch.device, restart: int
-) -> Block:
-    before, after = torch.tensor([_chunks(lengths[row], size, restart) for row in members]).unbind(-1)
-    counts = before + after
-    begin = torch.tensor([starts[row] for row in members])
-    middle = torch.tensor([starts[row] + min(lengths[row], restart) for row in members])
-    end = torch.tensor([starts[row + 1] for row in members])
+def _block(members: list[int], pieces: list[Pieces], size: int, most: int, device: torch.device) -> Block:
+    several = max(len(pieces[row]) for row in members)
+    ends = [end for _, end in (pieces[row][-1] for row in members)]
+    padded = [pieces[row] + [(end, end)] * (several - len(pieces[row])) for row, end in zip(members, ends, strict=True)]
+    begin, end = torch.tensor(padded).unbind(-1)  # [member, piece]
+    chunks = (end - begin + size - 1) // size
+    counts, before = chunks.sum(-1), chunks.cumsum(-1) - chunks
     running = torch.arange(int(counts[0])).unsqueeze(-1) < counts  # [step, member]
     widths = running.sum(-1).tolist()
     step, member = running.nonzero(as_tuple=True)
-    early = step < before[member]
-    first = torch.where(early, begin[member] + step * size, middle[member] + (step - before[member]) * size)
+    piece = (before[member] <= step.unsqueeze(-1)).sum(-1) - 1
+    first = begin[member, piece] + (step - before[member, piece]) * size
     index = first.unsqueeze(-1) + torch.arange(size)
-    inside = index < torch.where(early, middle[member], end[member]).unsqueeze(-1)
+    inside = index < end[member, piece].unsqueeze(-1)
     block, at, row = [], 0, 0
     while at < len(widths):
         steps = [(0, widths[at])]

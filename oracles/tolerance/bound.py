@@ -48,6 +48,7 @@ from torch import Tensor
 
 from oracles.arithmetic.rounding import BITS, EXACT, FP16_STEP, SINGLE, Arithmetic
 from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, sequences
+from oracles.rule.segments import Restarts
 from oracles.tolerance import evaluation
 from oracles.tolerance.allowance import KAPPA, Rows, allowances
 from oracles.tolerance.parts import Cut, Part
@@ -143,6 +144,12 @@ class Bound:
 
         return dataclasses.replace(self, finer=lambda _over=None: joined(other()), clear=math.inf)
 
+    def then(self, other: Callable[[], "Bound"]) -> "Bound":
+        """Return this bound. What the last of its finer ones does not find right is judged by another bound of the same tensor."""
+        if (finer := self.finer) is None:
+            return self.otherwise(other)
+        return dataclasses.replace(self, finer=lambda over=None: finer(over).then(other))
+
     def beside(self, other: "Bound") -> "Bound":
         """Return the bound of the same tensor when two computations err one after the other: the tolerances add up."""
         return self._and(other, self.value, Bound.beside)
@@ -189,7 +196,7 @@ def bounds(
     chunk: int | None = None,
     first: int | None = None,
     *,
-    restart: int = 0,
+    restarts: Sequence[Sequence[int]] = (),
     stores: bool = False,
     folds: bool = False,
     rounds_products: bool = False,
@@ -198,8 +205,9 @@ def bounds(
     """Return the truth and the bound of each output and, with cotangents, of each gradient.
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"). `products` is how it multiplies float32
-    matrices ("ieee", "tf32"). `chunk` is the number of tokens in its chunks, if known. If the call is made in two parts, the second
-    one begins its chunks at token `restart` of every sequence. `cotangents` belong to outputs and have their dtypes.
+    matrices ("ieee", "tf32"). `chunk` is the number of tokens in its chunks, if known. If the call is made in parts, `restarts`
+    has for each sequence the tokens at which a part begins, and with it a chunk. `cotangents` belong to outputs and have their
+    dtypes.
 
     `first` is the number of runs of the first bound: one of MORE or of LOOKS. LOOKS come before RUNS on a CPU and, for a large
     call, on a GPU; a judge that uses them must heed `Bound.sure`. `stores` says that the backward of a recurrent implementation
@@ -208,7 +216,7 @@ def bounds(
     rounds each product of an input and a weight to the inputs' dtype before it adds it. `shared_bounds` are bounds of RUNS runs
     that were computed together with those of other calls; they are returned with a `finer` that examines only the marked part of
     this call.
-    ValueError for illegal inputs, or for an unknown `algorithm`, `first`, `chunk` or `restart`.
+    ValueError for illegal inputs, or for an unknown `algorithm`, `first`, `chunk` or `restarts`.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -216,9 +224,9 @@ def bounds(
         raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS, *MORE)))}, got {first!r}")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
-    if isinstance(restart, bool) or not isinstance(restart, int) or restart < 0:
-        raise ValueError(f"restart must be a whole number from 0 up, got {restart!r}")
     operation.check(inputs)
+    cut = Cut.of(operation, inputs)
+    _check_restarts(restarts, len(cut.lengths))
     _check_cotangents(cotangents)
     dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter")}
     inputs = evaluation.wide(operation, inputs)
@@ -232,7 +240,7 @@ def bounds(
     pool = BITS[dtypes["state"]]
     gate, parameter = BITS[dtypes["gate"]], BITS[dtypes["parameter"]]
     pool = pool if pool < SINGLE else EXACT
-    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, pool=pool, restart=restart)
+    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, pool=pool)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":
@@ -242,7 +250,8 @@ def bounds(
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
     sparing = not evaluation.on_a_gpu(inputs) or evaluation.numbers_of(operation, inputs) > _LARGE
     counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
-    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or shared_bounds is not None)
+    call, parts = (inputs, cotangents, exact), sparing or shared_bounds is not None
+    looks = _Looks(cut, call, make, counts, tuple(map(tuple, restarts)), parts=parts)
     return (
         looks.bounds()
         if shared_bounds is None
@@ -260,8 +269,11 @@ class _Looks:
     GPU, which takes as long for a part as for all.
     """
 
-    def __init__(self, cut: Cut, call: Call, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
-        self.cut, self.call, self.make, self.counts, self.parts = cut, call, make, counts, parts and bool(cut.operation.parallel)
+    def __init__(
+        self, cut: Cut, call: Call, make: Callable[..., "_Disturbed"], counts: Sequence[int], restarts: Restarts, *, parts: bool
+    ) -> None:
+        self.cut, self.call, self.make, self.counts, self.restarts = cut, call, make, counts, restarts
+        self.parts = parts and bool(cut.operation.parallel)
         self.runs: dict[tuple[Part, int], _Disturbed] = {}
         self.results: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
 
@@ -314,7 +326,8 @@ class _Looks:
             if part != self.cut.whole:
                 inputs, exact = self.cut.inputs(inputs, part), self.cut.named(exact, part)
                 cotangents = cotangents and self.cut.named(cotangents, part)
-            runs = self.runs[part, total] = self.make(inputs, cotangents, exact, total=total)
+            restarts = self.restarts and tuple(self.restarts[row] for row in part.sequences)
+            runs = self.runs[part, total] = self.make(inputs, cotangents, exact, total=total, restarts=restarts)
             if (begun := self.runs.get((self.cut.whole, total))) is not None:
                 runs.go_on(begun, lambda name, rows: self.cut.taken(rows, self.cut.operation.port(name), part))
         return self.runs[part, total]
@@ -334,10 +347,11 @@ class _Disturbed:
         chunks: Sequence[int | None],
         plain: Arithmetic,
         total: int,
+        restarts: Restarts,
     ) -> None:
         self.operation, self.inputs, self.exact, self.dtypes, self.chunks = operation, inputs, exact, dtypes, chunks
         self.runs = total if len(chunks) == 1 else total // 2
-        self.plain = dataclasses.replace(plain, first=1, runs=self.runs)
+        self.plain = dataclasses.replace(plain, first=1, runs=self.runs, restarts=restarts)
         self.call = inputs, cotangents, exact
         self.coarse = total in MORE and plain.narrow
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
@@ -419,6 +433,17 @@ def _coarser(plain: Arithmetic) -> Arithmetic:
     """Return the arithmetic with one bit less in stored, multiplied and output values, so that their errors double."""
     names = ("stored", "product", "output", "inverse")
     return dataclasses.replace(plain, **{name: getattr(plain, name) - 1 for name in names if getattr(plain, name) < EXACT})
+
+
+def _check_restarts(restarts: Any, count: int) -> None:
+    """Raise ValueError if `restarts` are not token numbers for each of `count` sequences."""
+    good = isinstance(restarts, list | tuple) and (not restarts or len(restarts) == count)
+    for each in restarts if good else ():
+        whole = isinstance(each, list | tuple) and all(type(at) is int and at >= 0 for at in each)
+        good = good and whole and sorted({*each}) == [*each]
+    if not good:
+        rule = f"restarts must be empty or have increasing token numbers from 0 up for each of {count} sequences"
+        raise ValueError(f"{rule}, got {restarts!r}")
 
 
 def _check_cotangents(cotangents: object) -> None:

@@ -161,7 +161,7 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
         second = bench.run(tail.replaced(state=first["final_state"]), {y: directions[1], "final_state": cotangents["final_state"]})
         first = bench.run(head, {y: directions[0], "final_state": second["dh0"]})
     order = torch.cat([before, after]).argsort()
-    bounds = in_two_parts(bench, bounds, inputs, cotangents, at)
+    bounds = in_two_parts(bench, bounds, inputs, cotangents, at, len(case.lengths))
     whole = {}
     for name, value in first.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:

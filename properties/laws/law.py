@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oracles.arithmetic.counter import mix_words
 from oracles.operation import Inputs, Operation
+from oracles.rule.segments import Restarts
 from oracles.tolerance.bound import Bound
 from properties.words.domain import AnyDomain
 from properties.words.example import Example
@@ -123,10 +124,12 @@ class Bench(Protocol):
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
 
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restart: int = 0) -> dict[str, Bound]:
+    def bounds(
+        self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restarts: Restarts = ()
+    ) -> dict[str, Bound]:
         """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`.
 
-        With `restart`, the call is made in two parts, and the second one begins at this token of every sequence.
+        If the call is made in parts, `restarts` has for each sequence the tokens at which a part begins.
         """
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
@@ -275,15 +278,17 @@ def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: s
     return {name: bound.beside(other[name]) for name, bound in bounds.items()}
 
 
-def in_two_parts(bench: Bench, bounds: dict[str, Bound], inputs: Inputs, cotangents: Cotangents, at: int) -> dict[str, Bound]:
-    """Return the bounds of a call that is made in two parts, the second one from token `at` of every sequence on.
+def in_two_parts(
+    bench: Bench, bounds: dict[str, Bound], inputs: Inputs, cotangents: Cotangents, at: int, count: int
+) -> dict[str, Bound]:
+    """Return the bounds of a call that is made in two parts, the second one from token `at` of each of `count` sequences on.
 
     `bounds` are those of one call. The second part begins its chunks at `at`, so it rounds elsewhere. What the tolerance of one
     call does not cover is judged by runs that begin a chunk there too. Most calls need no such runs.
     """
     if bench.algorithm != "chunkwise":
         return bounds
-    restarted = functools.cache(lambda: bench.bounds(inputs, cotangents, restart=at))
+    restarted = functools.cache(lambda: bench.bounds(inputs, cotangents, restarts=((at,),) * count))
 
     def of(name: str) -> Bound:
         return bounds[name].otherwise(lambda: restarted()[name])

@@ -63,7 +63,7 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
         raise Blind("states lost after the prompt would not show")
     got = bench.run(inputs.replaced(hidden=inputs.hidden[:, :at]), None)
     if example.variant != "steps":
-        bounds = in_two_parts(bench, bounds, inputs, None, at)
+        bounds = in_two_parts(bench, bounds, inputs, None, at, len(case.lengths))
     rows, ends = [got["y"]], [at, *(range(at + 1, case.lengths[0]) if example.variant == "steps" else ()), case.lengths[0]]
     for start, stop in itertools.pairwise(ends):
         part = _part(inputs, start, stop, got)

@@ -20,6 +20,7 @@ from oracles.layer import GDN_LAYER, Layer
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.parallel import Layout
+from oracles.rule.segments import Restarts
 from oracles.sharding import Mesh
 from properties.rules.case import Case
 from properties.words.line import MAX_TOKENS, SEEDS, Line
@@ -151,6 +152,22 @@ class ParallelCase(Line):
         """
         lengths = list(self.padded) if self.packed else [self.lengths[0]]
         return _layout(self.layout, tuple(lengths), self.cp)
+
+    @functools.cached_property
+    def restarts(self) -> Restarts:
+        """For each sequence the tokens at which a piece of a rank begins; empty for a layer.
+
+        The ranks of a layer exchange tokens for heads before the rule, and have whole sequences then.
+        """
+        if self.operation == "gdn_layer" or self.cp == 1:
+            return ()
+        pieces = self.cp if self.layout == "contiguous" else 2 * self.cp
+        spans = [*itertools.pairwise(self.starts())] if self.packed else [(0, self.lengths[0])] * len(self.lengths)
+        streams = spans if self.layout == "zigzag" else [(0, spans[-1][1])] * len(spans)
+        begins = ([first + piece * (last - first) // pieces for piece in range(1, pieces)] for first, last in streams)
+        return tuple(
+            tuple(at - start for at in several if start < at < end) for several, (start, end) in zip(begins, spans, strict=True)
+        )
 
     def cu_seqlens(self, device: str | None = None, *, padded: bool = True) -> Tensor | None:
         """Return the offsets [N + 1] of the padded or of the real sequences; None for a batch."""

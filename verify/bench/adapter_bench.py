@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, Operation, gradient_name
+from oracles.rule.segments import Restarts
 from oracles.tolerance import bound
 from oracles.tolerance.bound import Bound, Finer
 from properties.laws.law import Cotangents, Results, with_one_state, with_options
@@ -83,14 +84,16 @@ class AdapterBench(Watched):
         """The inputs with the norm of q and k that a run is judged by. Laws of pools make their inputs without `call`."""
         return inputs.replaced(**self.norm) if self.norm and inputs.get("qk_norm") else inputs
 
-    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restart: int = 0) -> dict[str, Bound]:
+    def bounds(
+        self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restarts: Restarts = ()
+    ) -> dict[str, Bound]:
         """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
         inputs = self._with_norm(inputs)
         says = self.says
         chunk, algorithm_class = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
         def bounds(name: str) -> dict[str, Bound]:
-            if self.ready is not None and not restart:
+            if self.ready is not None and not restarts:
                 return self.ready.bounds(name)
             spec = self._contract(inputs)
             # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
@@ -98,7 +101,7 @@ class AdapterBench(Watched):
             flags: dict[str, Any] = {
                 name: getattr(says, name) and algorithm is None for name in ("stores", "folds", "rounds_products")
             }
-            flags["restart"] = restart
+            flags["restarts"] = restarts
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, **flags)
             return MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
 

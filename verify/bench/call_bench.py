@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oracles.arithmetic.counter import integers, mix_number
 from oracles.operation import Inputs
+from oracles.rule.segments import Restarts
 from oracles.tolerance.allowance import FLOOR_ULP, KAPPA
 from oracles.tolerance.bound import Bound
 from properties.laws.law import Cotangents, Results
@@ -30,7 +31,7 @@ class CallBench(AdapterBench):
         cotangents: Cotangents,
         algorithm: str | None = None,  # noqa: ARG002
         *,
-        restart: int = 0,  # noqa: ARG002
+        restarts: Restarts = (),  # noqa: ARG002
     ) -> dict[str, Bound]:
         """The results of a call of copies of the inputs, and for each row how far disturbed inputs move it.
 

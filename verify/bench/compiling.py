@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from oracles.rule.segments import Restarts
 from oracles.tolerance.bound import Bound
 from properties.laws.law import Cotangents, Results
 from verify.adapters.contract import sizes_of
@@ -19,7 +20,7 @@ class Compiling(AdapterBench):
         cotangents: Cotangents,
         algorithm: str | None = None,  # noqa: ARG002
         *,
-        restart: int = 0,  # noqa: ARG002
+        restarts: Restarts = (),  # noqa: ARG002
     ) -> dict[str, Bound]:
         """Zeros with tolerances of -1, which every error exceeds, so that no law gives up because its case is blind."""
         ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
