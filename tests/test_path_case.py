@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 
 from oracles.arithmetic.rounding import BITS
 from oracles.operation import DTYPES
+from oracles.tolerance.bound import Bound, bounds, truth
 from properties.paths.case import ParallelCase
+from tests.faults import different
 from tests.test_rule_case import mixed, signed
 from tests.together import for_each
+from verify.bench import oracle_process
 
 STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of the lines' format, as the defaults are
 
@@ -123,3 +127,36 @@ def test_defaults_are_part_of_the_format() -> None:
     assert ParallelCase.parse("lengths=4") == case
     words = " ".join(itertools.starmap("{}={}".format, case.words().items()))
     assert ParallelCase.parse(words) == case
+
+
+def test_a_rule_begins_chunks_where_pieces_of_ranks_begin() -> None:
+    rows = [
+        ("lengths=8+0+12 packed=yes op=gated_delta_rule cp=2 layout=contiguous", ((), (), (2,))),
+        ("lengths=8+8 op=gated_delta_rule cp=2 layout=contiguous", ((4,), (4,))),
+        ("lengths=16 op=kda cp=2 layout=zigzag_batch", ((4, 8, 12),)),
+        ("lengths=8+16 packed=yes op=kda cp=2 layout=zigzag_batch", ((6,), (4, 10))),
+        ("lengths=8+12 packed=yes op=kda cp=2 layout=zigzag", ((2, 4, 6), (3, 6, 9))),
+        ("lengths=16 op=kda layout=contiguous", ()),
+        ("lengths=16 cp=2 heads=2 value_heads=2", ()),  # the ranks of a layer have whole sequences
+    ]
+    assert different(lambda line: ParallelCase.parse(line).restarts, rows) == []
+
+
+def test_what_one_call_does_not_allow_a_path_is_judged_by_runs_that_begin_chunks_as_its_ranks_do() -> None:
+    case = ParallelCase.parse("lengths=5+70 packed=yes op=gated_delta_rule layout=contiguous cp=3 dtype=bf16 seed=11")
+    inputs = case.inputs()
+
+    def last(bound: Bound) -> Bound:
+        return bound if bound.finer is None else last(bound.finer())
+
+    def alone(**restarts: Any) -> Bound:
+        return last(bounds(case.spec, inputs, None, "chunkwise", chunk=64, **restarts)["o"])
+
+    judged = oracle_process.Work(dataclasses.replace(case, backward=False), "chunkwise", "ieee", 64).bounds()["o"]
+    assert torch.equal(judged.allowed, bounds(case.spec, inputs, None, "chunkwise", chunk=64)["o"].allowed)
+    one, parts = alone(), alone(restarts=case.restarts)
+    assert torch.equal(last(judged).allowed, torch.maximum(one.allowed, parts.allowed))
+    assert bool((parts.allowed > one.allowed).any())
+    cut = case.starts()[1] + case.restarts[1][0]
+    lost = truth(case.spec, inputs.replaced(cu_seqlens=torch.tensor([0, 5, cut, 75])))["o"]
+    assert float(last(judged).ratios((lost - judged.value).norm(dim=-1)).max()) > 10, "a rank without the state of the one before"
