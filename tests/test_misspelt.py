@@ -39,6 +39,8 @@ def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> None:
         ("    dtype = ('bf16',)\n", "did you mean dtypes of its domain"),
         ("    def brings(self):\n        import json\n", "K has brings(); did you mean bring?"),
         ("    def __init__(self):\n        self.chunks = 32\n", "did you mean chunk?"),
+        ("    def __init__(self):\n        self.backward = False\n", "did you mean backward of its domain, Domain(backward=...)?"),
+        ("    chunks = 4\nclass Other(K):\n    chunks = 8\nK = Other\n", "Other has chunks = 8; did you mean chunk?"),
         ("    chunks = 4\n    def run(self, x):\n        return super().run(x) if self.chunks else None\n", "or _chunks if it is"),
         ("    pass\nclass Base(K):\n    algorithmn = 'recurrent'\nK = type('K', (Base,), {})\n", "did you mean algorithm?"),
     ],
@@ -67,6 +69,8 @@ def test_what_only_another_kind_of_adapter_has_is_refused(tmp_path: pathlib.Path
         "    def moved(self, x):\n        return x\n    def run(self, x):\n        return super().run(self.moved(x))\n",
         f"    operation = 'gated_delta_rule'\n    Recurrent = Recurrent\n{RUN}",
         f"    backward = True\n{RUN}",
+        f"    def __init__(self):\n        self.dtype = 'bf16'\n{RUN}",
+        f"    backward = False\n{RUN}class Other(K):\n    backward = True\nK = Other\n",
     ],
 )
 def test_what_an_author_adds_for_the_kernel_is_not_refused(body: str, tmp_path: pathlib.Path) -> None:

@@ -27,20 +27,22 @@ def misspelt(adapter: Implementation) -> str | None:
     An attribute is suspicious if its public name is not that of a declaration, and one of the following holds:
 
     - Its name is close to that of a declaration or method of this kind of adapter, or equal to that of another kind.
-    - Its name is close to that of a field of the domain.
+    - Its name is that of a field of the domain, or close to it if it is an attribute of a class.
     - It is a number or a flag, and its name contains that of a declaration.
     - Only a declaration has such a value: a domain, a class of algorithm, a kind of product, versions of packages.
 
-    It is not suspicious if the same class also sets the declaration that was meant.
+    It is not suspicious if the same class also sets the declaration that was meant, or if another value hides it.
     """
     kind: type[Implementation] = next(kind for kind in (ProcessAdapter, *BASES) if isinstance(adapter, kind))
     known = _public(kind)
+    hidden = {*known, "operation"}
     for place, names in _written(adapter, kind):
         for name, value in names.items():
-            meant = None if name.startswith("_") or name in {*known, "operation"} else _meant(adapter, kind, name, value, names)
+            meant = None if name.startswith("_") or name in hidden else _meant(adapter, kind, name, value, names)
             if meant is not None:
                 text = f"{name}()" if isinstance(value, CALLABLE) else f"{name} = {' '.join(repr(value).split())[:80]}"
                 return f"{place} has {text}; {meant}, or _{name} if it is a helper"
+        hidden |= names.keys()
     return None
 
 
@@ -71,7 +73,9 @@ def _meant(adapter: Any, kind: type, name: str, value: Any, beside: Mapping[str,
         return f"only {strange.__name__} has it, and this is {kind.__name__}: leave it out"
     fields = {field.name: getattr(adapter.domain, field.name) for field in dataclasses.fields(adapter.domain)}
     near = _nearest(name, fields)
-    if near is None or (near == name and fields[near] == value) or (near != name and near in beside):
+    if near is None or (near == name and fields[near] == value):
+        return None
+    if near != name and (near in beside or beside is vars(adapter)):  # what an instance holds may have any such name
         return None
     return f"did you mean {near} of its domain, {type(adapter.domain).__name__}({near}=...)?"
 
