@@ -77,7 +77,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     C is the number of channels of q, k and v together. x has layer (a Layer), hidden [B, T, D], in_proj [E, D], conv [C, W], A_log,
     dt_bias [HV], norm [V] and out_proj [D, HV V]. It may have conv_bias [C], state [N, HV, K, V], conv_state [N, C, W],
-    cu_seqlens [N + 1], eps, allow_neg_eigval and gating ("silu" or "sigmoid", the function of the norm's gate).
+    cu_seqlens [N + 1], eps, allow_neg_eigval, gating ("silu" or "sigmoid", the function of the norm's gate), and qk_norm_eps and
+    qk_norm_form of the norm of q and k.
 
     Tensors that go from one operation to the next are stored in the inputs' dtype; log-decays and states are stored in float32.
     """
@@ -160,6 +161,7 @@ def _ruled(x: Inputs, mixed: Tensor, gate: dict[str, Tensor], arithmetic: Arithm
             cu_seqlens=x.get("cu_seqlens"),
             scale=None,
             qk_norm=True,
+            **norm.norm_of(x),
         ),
         arithmetic,
     )
@@ -227,10 +229,11 @@ GDN_LAYER = Operation(
         one_a_sequence("conv_state"),
         flag("allow_neg_eigval"),
         norm.positive_eps,
+        norm.known_norm,
         norm.known_gating,
         padding_of_rows,
     ),
-    ("layer", "allow_neg_eigval", "eps", "gating", "output_final_state", "pads"),
+    ("layer", "allow_neg_eigval", "eps", "qk_norm_eps", "qk_norm_form", "gating", "output_final_state", "pads"),
 )
 _OF_GDN = {port.name: port for port in GDN_LAYER.inputs}
 KDA_LAYER = dataclasses.replace(

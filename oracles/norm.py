@@ -198,6 +198,11 @@ def known_norm(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
     _check_form(inputs.get("qk_norm_form", NORM_FORMS[0]), "qk_norm_form")
 
 
+def norm_of(inputs: Inputs) -> dict[str, object]:
+    """Return qk_norm_eps and qk_norm_form of a call, for the call of the rule in it; without those that the call leaves out."""
+    return {name: inputs[name] for name in ("qk_norm_eps", "qk_norm_form") if name in inputs}
+
+
 def _check_form(form: object, name: str = "form") -> None:
     if form not in NORM_FORMS:
         raise ValueError(f"{name} must be one of {', '.join(NORM_FORMS)}, got {form!r}")

@@ -10,7 +10,7 @@ oldest first; before the first token they are zeros.
 
 from torch import Tensor
 
-from oracles import conv, gates
+from oracles import conv, gates, norm
 from oracles.arithmetic.rounding import Arithmetic
 from oracles.operation import Inputs, Operation, Port, at_least_one, one_a_sequence
 from oracles.rule import gated_delta
@@ -20,8 +20,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return o [runs, B, T, HV, V], final_state [runs, N, HV, K, V] and final_window [runs, N, D, W - 1].
 
     x has mixed [B, T, D] with D = 2 H K + HV V, a and b [B, T, HV], A_log and dt_bias [HV], weight [D, W], state [N, HV, K, V],
-    window [N, D, W - 1], heads (the number H of key heads), and perhaps cu_seqlens [N + 1]. What the convolution returns is stored
-    in the inputs' dtype; log-decays and states are stored in float32.
+    window [N, D, W - 1], heads (the number H of key heads), and perhaps cu_seqlens [N + 1], qk_norm_eps and qk_norm_form. What the
+    convolution returns is stored in the inputs' dtype; log-decays and states are stored in float32.
     """
     value_heads, key_dim, value_dim = x.state.shape[-3:]
     offsets = x.get("cu_seqlens")
@@ -40,6 +40,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             cu_seqlens=offsets,
             scale=None,
             qk_norm=True,
+            **norm.norm_of(x),
         ),
         arithmetic,
     )
@@ -72,7 +73,7 @@ SERVING = Operation(
     ),
     (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32"), Port("final_window", "N D C")),
     forward,
-    (at_least_one("HV", "K", "V", "W"), channels_of_heads, one_a_sequence("state"), one_a_sequence("window")),
-    ("heads",),
+    (at_least_one("HV", "K", "V", "W"), channels_of_heads, one_a_sequence("state"), one_a_sequence("window"), norm.known_norm),
+    ("heads", "qk_norm_eps", "qk_norm_form"),
     classes=("chunkwise", "recurrent"),
 )

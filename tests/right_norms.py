@@ -1,6 +1,7 @@
 """Right implementations whose L2 norm of q and k has another eps or form than most, and wrong ones in these conventions."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,10 +9,18 @@ from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs
 from oracles.rule.gated_delta import repeat_heads
+from properties.layers.domain import LayerDomain
+from properties.paths.domain import PathDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
+from properties.traces.domain import TraceDomain
 from tests.right import Recurrent
-from verify.zoo.base import Chunkwise, Serving
+from verify.adapters.gdn import functions
+from verify.adapters.gdn.adapter import GdnLayer
+from verify.adapters.gdn.layer import GatedDeltaNet
+from verify.ranks.collectives import Place
+from verify.zoo.base import Chunkwise, KdaLayered, Layered, Serving
+from verify.zoo.wrong_traces import Serves
 
 
 def inside(x: Tensor, eps: float) -> Tensor:
@@ -175,3 +184,134 @@ class AsToldPool(LargeEpsPool):
 
 
 RIGHT = (Usual, TinyEps, LargeEps, LeastNorm, LeastNormOfTorch, LeastNormLarge)
+
+
+def told(x: Tensor, eps: float, form: str) -> Tensor:
+    """Rows in the norm of a call, in their own dtype."""
+    return {"inside": inside, "max": least}[form](x.float(), eps).to(x.dtype)
+
+
+class AsToldLayer(Layered):
+    """A GDN layer with both forms, and eps from the call."""
+
+    domain = LayerDomain(qk_norm_eps=("1e-6", "1e-12", "1e-5"), qk_norm_forms=("inside", "max"))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self.norm = x.qk_norm_eps, x.qk_norm_form
+        return super().run(x)
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k = (told(t, *self.norm) for t in (x.q, x.k))
+        return super().rule(x.replaced(q=q, k=k, qk_norm=False))
+
+
+class TinyEpsLayer(AsToldLayer):
+    """Its eps is 1e-12 in every call."""
+
+    domain = LayerDomain(qk_norm_eps=("1e-12",))
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.norm = 1e-12, "inside"
+        return super().rule(x)
+
+
+class AsToldKdaLayer(KdaLayered):
+    """A KDA layer with both forms, and eps from the call."""
+
+    domain = LayerDomain("kda_layer", qk_norm_eps=("1e-6", "1e-12", "1e-5"), qk_norm_forms=("inside", "max"))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self.norm = x.qk_norm_eps, x.qk_norm_form
+        return super().run(x)
+
+    def unit(self, y: Tensor) -> Tensor:
+        return told(y, *self.norm)
+
+
+class _ToldModule(GatedDeltaNet):
+    """A rank's layer whose rule normalises q and k in the norm that the class has."""
+
+    told: tuple[float, str]
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, lengths: list[int]
+    ) -> Tensor:
+        q, k = (told(t.float(), *self.told) for t in (q, k))
+        return functions.gated_delta_rule(q, k, v, g, beta, lengths, qk_norm=False, deterministic=self.choices.deterministic)
+
+
+class AsToldPath(GdnLayer):
+    """A GDN layer that ranks share, with both forms, and eps from the call."""
+
+    domain = PathDomain(
+        choices=(("conv", ("torch",)), ("qk_norm", ("in_kernel",)), ("rule", ("torch",))),
+        qk_norm_eps=("1e-6", "1e-12", "1e-5"),
+        qk_norm_forms=("inside", "max"),
+    )
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        self.module = type("Told", (_ToldModule,), {"told": (x.qk_norm_eps, x.qk_norm_form)})
+        return super().run(x, place)
+
+
+class AsToldEngine(Serves):
+    """A serving engine with both forms, and eps from the sizes."""
+
+    domain = TraceDomain(qk_norm_eps=("1e-6", "1e-12", "1e-5"), qk_norm_forms=("inside", "max"))
+
+    def normed(self, x: Tensor) -> Tensor:
+        rows = told(x, self.sizes.qk_norm_eps, self.sizes.qk_norm_form)
+        return rows.repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
+
+
+class ForgetsFormOfLayer(AsToldLayer):
+    """Wrong: eps is inside the root in both forms."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.norm = self.norm[0], "inside"
+        return super().rule(x)
+
+
+class ForgetsEpsOfLayer(AsToldLayer):
+    """Wrong: eps is always 1e-6."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.norm = 1e-6, self.norm[1]
+        return super().rule(x)
+
+
+class ForgetsFormOfKdaLayer(AsToldKdaLayer):
+    """Wrong: eps is inside the root in both forms."""
+
+    def unit(self, y: Tensor) -> Tensor:
+        return told(y, self.norm[0], "inside")
+
+
+class ForgetsEpsOfPath(AsToldPath):
+    """Wrong: eps is always 1e-6."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        return super().run(x.replaced(qk_norm_eps=1e-6), place)
+
+
+class ForgetsFormOfEngine(AsToldEngine):
+    """Wrong: eps is inside the root in both forms."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        rows = told(x, self.sizes.qk_norm_eps, "inside")
+        return rows.repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
+
+
+def always(kind: type[Any], eps: float, form: str) -> type[Any]:
+    """A class whose calls have this norm, whatever they are told."""
+    if issubclass(kind, AsToldEngine):
+
+        def normed(self: Any, x: Tensor) -> Tensor:
+            return told(x, eps, form).repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
+
+        return type("Always", (kind,), {"normed": normed})
+
+    def run(self: Any, x: Inputs, *place: Any) -> Any:
+        return kind.run(self, x.replaced(qk_norm_eps=eps, qk_norm_form=form), *place)
+
+    return type("Always", (kind,), {"run": run})

@@ -18,12 +18,12 @@ from oracles.layer import GDN_LAYER, KDA_LAYER, KdaLayer, Layer
 from oracles.norm import GATINGS
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.modules.case import pads_of
-from properties.paths.case import GATES, ParallelCase, scale_of
-from properties.rules.case import PARAMETER_DTYPES
+from properties.paths.case import GATES, ParallelCase, scale_of, with_small_keys
+from properties.rules.case import PARAMETER_DTYPES, Case
 from properties.rules.numbers import LOWER_BOUNDS
 from properties.words.line import Line
 from properties.words.options import values_of
-from properties.words.word import Word
+from properties.words.word import Word, always, like
 
 VALUES = ("ordinary", "one_signed", "scaled", "small", "zero_rows")
 STATES = ("none", "zero", "random")
@@ -77,6 +77,9 @@ class LayerCase(Line):
     """The lower bound of a KDA layer's log-decay."""
     parameter_dtype: Annotated[str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, simplest=("fp32",))] = "fp32"
     """The dtype of A_log and dt_bias: float32, or that of the hidden states."""
+    qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps", acts=always)] = "1e-6"
+    """The eps of the norm of q and k."""
+    qk_norm_form: Annotated[str, like(Case, "qk_norm_form", acts=always)] = "inside"
     options: Annotated[str, Word(key=True)] = "none"
     """Options of the implementation that do not have their first value (properties/words/options.py)."""
     backward: Annotated[bool, Word(simplest=(False,))] = True
@@ -151,10 +154,10 @@ class LayerCase(Line):
         this option, because its meaning is the call without these tokens.
         """
         inputs, layer, count = self.whole().inputs(device), self.layer, len(self.lengths)
-        hidden = self._tokens(inputs.hidden)
+        hidden, usual = self._tokens(inputs.hidden), (self.qk_norm_eps, self.qk_norm_form) == ("1e-6", "inside")
         if self.values == "one_signed":
             hidden = ((hidden.double() + 1) / 2).to(hidden.dtype)
-        if self.values == "small":
+        if self.values == "small" and usual:
             hidden = hidden * SMALL
         if self.values == "zero_rows":
             hidden = hidden * (self._integers("zeros", self.batch, 2, device) != 0).unsqueeze(-1)
@@ -168,6 +171,8 @@ class LayerCase(Line):
         inputs = Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})
         if self.operation == "kda_layer":
             inputs = Inputs(**{**inputs, **self._of_kda(inputs, device)})
+        if self.values == "small" and not usual:
+            inputs = with_small_keys(inputs, self)
         if self.parameter_dtype != "fp32":
             inputs = inputs.replaced(**{name: inputs[name].to(DTYPES[self.dtype]) for name in ("A_log", "dt_bias")})
         return inputs if self.gating == "silu" else Inputs(**{**inputs, "gating": self.gating})

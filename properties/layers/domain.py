@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from properties.layers.case import EPS, VALUES, LayerCase
 from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import GATES, MOST_WIDTH
+from properties.rules.case import overflows
 from properties.rules.drawing import HEADS
 from properties.words.domain import OFFSETS, AnyDomain, check_whole
 from properties.words.lengths import lengths
@@ -70,6 +71,9 @@ class LayerDomain(AnyDomain):
     lower_bounds: Annotated[tuple[str, ...], some_of("lower_bound")] = ("none",)
     """The lower bounds of a KDA layer's log-decay."""
     parameter_dtypes: Annotated[tuple[str, ...], some_of("parameter_dtype")] = ("fp32",)
+    qk_norm_eps: Annotated[tuple[str, ...], some_of("qk_norm_eps")] = ("1e-6",)
+    """The eps of its norm of q and k."""
+    qk_norm_forms: Annotated[tuple[str, ...], some_of("qk_norm_form")] = ("inside",)
     options: Options = ()
 
     def __post_init__(self) -> None:
@@ -157,8 +161,12 @@ def layer_cases(
         "gating": domain.gatings,
         "parameter_dtype": domain.parameter_dtypes,
         "lower_bound": domain.lower_bounds,
+        "qk_norm_eps": domain.qk_norm_eps,
+        "qk_norm_form": domain.qk_norm_forms,
     }  # drawn last, as other words came before them
     words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
+    if case.dtype == "fp16" and overflows(words.get("qk_norm_eps", "1e-6"), words.get("qk_norm_form", "inside")):
+        words["backward"] = False
     case = dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
     if "values" not in fixed and case.seed % ONE_SIGNED == 0:
         case = dataclasses.replace(case, values="one_signed")

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ from oracles.operations import RULES
 from oracles.parallel import Layout
 from oracles.rule.segments import Restarts
 from oracles.sharding import Mesh
-from properties.rules.case import Case
+from properties.rules.case import Case, check_norm
+from properties.rules.numbers import NORM_EPS, small_factor
 from properties.words.line import MAX_TOKENS, SEEDS, Line
-from properties.words.word import Word
+from properties.words.word import Word, like
 
 LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
 PADDINGS = ("none", "least", "more")
 GATES = ("long", "ordinary", "mixed")
-VALUES = ("ordinary", "scaled")
+VALUES = ("ordinary", "scaled", "small")
 # Published changes of Megatron-LM's layer, each as a choice that must not change the result; the first value is the older form.
 CHOICES: dict[str, tuple[str, ...]] = {
     "conv": ("torch", "fla"),
@@ -43,6 +44,11 @@ MOST_WIDTH = 1024  # of heads, K and V
 # A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
 _CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
 _STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias")
+
+
+def _normalises(case: Any) -> bool:
+    """Whether the operation normalises q and k: a layer does in each of its forms, and a rule does in its kernel."""
+    return case.operation == "gdn_layer" or (case.operation in RULES and case.qk_norm == "in_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,9 @@ class ParallelCase(Line):
     rule: Annotated[str, Word(choices=CHOICES["rule"], counted=True, simplest=("torch",))] = "torch"
     deterministic: Annotated[bool, Word(simplest=(False,))] = False
     recompute: Annotated[bool, Word(counted=True, simplest=(False,))] = False
+    qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps", key=False, acts=_normalises)] = "1e-6"
+    """The eps of the norm of q and k, if the operation normalises them."""
+    qk_norm_form: Annotated[str, like(Case, "qk_norm_form", key=False, acts=_normalises)] = "inside"
     seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
@@ -102,6 +111,7 @@ class ParallelCase(Line):
             raise ValueError(f"layout must be zigzag for op=gdn_layer, got {self.layout}")
         if self.heads % (self.tp * self.cp if self.operation == "gdn_layer" else 1):
             raise ValueError(f"heads must be a multiple of tp * cp = {self.tp * self.cp}, got {self.heads}")
+        check_norm(self, acts=_normalises(self), needs="op=gdn_layer, or a rule with qk_norm=in_kernel", backward=self.backward)
         if sum(self.padded) > MAX_TOKENS:
             raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.padded)}")
         local_tokens = len(self.tokens_of_ranks()[0])  # raises ValueError for lengths that the layout cannot cut
@@ -190,6 +200,8 @@ class ParallelCase(Line):
             gate={"long": "1000", "ordinary": "10", "mixed": "mixed"}[self.gate],
             values=self.values,
             qk_norm=self.qk_norm == "in_kernel",
+            qk_norm_eps=self.qk_norm_eps,
+            qk_norm_form=self.qk_norm_form,
             offsets=self.offsets,
             backward=self.backward,
             seed=self.seed,
@@ -217,7 +229,7 @@ class ParallelCase(Line):
         centres = torch.tensor([_CENTRES["long"], _CENTRES["ordinary"]], device=device)
         of_head = torch.arange(layer.value_heads, device=device) % 2 if self.gate == "mixed" else self.gate == "ordinary"
         a_log, dt_bias = centres[torch.as_tensor(of_head, device=device).long()].expand(layer.value_heads, 2).unbind(-1)
-        return Inputs(
+        inputs = Inputs(
             layer=layer,
             hidden=hidden,
             in_proj=self._uniform("in_proj", (outputs, layer.hidden), device) * scale_of(layer.hidden),
@@ -230,7 +242,10 @@ class ParallelCase(Line):
             cu_seqlens=self.cu_seqlens(device),
             eps=1e-6,
             allow_neg_eigval=self.allow_neg_eigval,
+            qk_norm_eps=NORM_EPS[self.qk_norm_eps],
+            qk_norm_form=self.qk_norm_form,
         )
+        return with_small_keys(inputs, self) if self.values == "small" else inputs
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """Return a random cotangent of the output that the ranks share, in its shape and dtype."""
@@ -257,6 +272,17 @@ class ParallelCase(Line):
         """Return integers uniform in [-2^(bits-1), 2^(bits-1))."""
         counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
         return integers((counter, mix_number(self.seed * 64 + 32 + _STREAMS.index(name)), bits))[0].view(shape)
+
+
+def with_small_keys(inputs: Inputs, case: Any) -> Inputs:
+    """Return the inputs of a layer with rows of in_proj and conv_bias that make q and k nearly as small as their norm's eps."""
+    keys, factor = 2 * inputs.layer.sections["q"], small_factor(case)
+
+    def smaller(x: Tensor) -> Tensor:
+        return torch.cat([x[:keys] * factor, x[keys:]])
+
+    names = ("in_proj", *(("conv_bias",) if inputs.conv_bias is not None else ()))
+    return inputs.replaced(**{name: smaller(inputs[name]) for name in names})
 
 
 LAYOUT_OF = {"zigzag": parallel.zigzag, "zigzag_batch": parallel.zigzag_batch, "contiguous": parallel.contiguous}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracles.arithmetic.counter import mix_words
 from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import CHOICES, MAX_RANKS, MOST_WIDTH, ParallelCase
+from properties.rules.case import overflows
 from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
 from properties.words.line import MAX_TOKENS
 from properties.words.names import known_fields
@@ -113,6 +114,9 @@ class PathDomain(AnyDomain):
     """Values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU."""
     compiled_widths: tuple[int, ...] = ()
     """The widths of cases on a GPU whose kernels are compiled; `widths` if there are none."""
+    qk_norm_eps: Annotated[tuple[str, ...], some_of("qk_norm_eps")] = ("1e-6",)
+    """The eps of the norm of q and k, of a layer or in a rule's kernel."""
+    qk_norm_forms: Annotated[tuple[str, ...], some_of("qk_norm_form")] = ("inside",)
 
     def __post_init__(self) -> None:
         self.check_fields(operations=OPERATIONS)
@@ -129,6 +133,11 @@ class PathDomain(AnyDomain):
         _check_choices(self.choices)
         values = tuple(f"{name}={value}" for name, several in CHOICES.items() for value in several)
         check_tuples(self, ("slow", values), ("tf32", values), least=0)
+        usual = (self.qk_norm_eps, self.qk_norm_forms) == (PathDomain.qk_norm_eps, PathDomain.qk_norm_forms)
+        if not usual and (self.operation == "causal_conv1d" or not self._normalises()):
+            raise ValueError(
+                f"qk_norm_eps and qk_norm_forms must be left out for {self.operation} unless qk_norm=in_kernel is among its choices"
+            )
         if self.operation != "gdn_layer" and not self.context_parallel:
             raise ValueError(f"context_parallel must be True for {self.operation}, which ranks share in no other way, got False")
         if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:
@@ -138,6 +147,10 @@ class PathDomain(AnyDomain):
                 f"longest must be at least 4 * least_piece = {4 * self.least_piece} without packed sequences, because two ranks "
                 f"have up to four pieces of a sequence, got {self.longest}"
             )
+
+    def _normalises(self) -> bool:
+        """Whether the operation of some case normalises q and k itself."""
+        return self.operation == "gdn_layer" or "in_kernel" in dict(self.choices).get("qk_norm", ("in_kernel",))
 
     def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
         """Return what else must be true of a case inside the domain, each with what is said if it is not."""
@@ -285,7 +298,7 @@ def _drawn(
         setting = fixed.get(name)
         several = setting if isinstance(setting, tuple) else _weighted(chance, name, choices, domain, slow=not large)
         values[name] = setting if setting in choices else chance.choice(several)
-    return ParallelCase(
+    case = ParallelCase(
         lengths,
         domain.operation,
         tp=tp,
@@ -312,6 +325,19 @@ def _drawn(
         seed=chance.randrange(2**16),
         **values,
     )
+    usual = (domain.qk_norm_eps, domain.qk_norm_forms) == (PathDomain.qk_norm_eps, PathDomain.qk_norm_forms)
+    return case if usual or not case.WORDS["qk_norm_eps"].acts(case) else _with_norm(chance, domain, case, fixed)
+
+
+def _with_norm(chance: random.Random, domain: PathDomain, case: ParallelCase, fixed: dict[str, Any]) -> ParallelCase:
+    """Return the case with a norm of q and k that the domain has, and in half of the cases with q and k near its eps."""
+    eps, form = chance.choice(domain.qk_norm_eps), chance.choice(domain.qk_norm_forms)
+    words: dict[str, Any] = {"qk_norm_eps": eps, "qk_norm_form": form}
+    if "values" not in fixed and chance.random() < 1 / 2:
+        words["values"] = "small"
+    if case.dtype == "fp16" and overflows(eps, form):
+        words["backward"] = False
+    return dataclasses.replace(case, **words)
 
 
 def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int, int]], fixed: dict[str, Any]) -> dict[str, Any]:

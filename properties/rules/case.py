@@ -45,6 +45,16 @@ def overflows(eps: str, form: str) -> bool:
     return 1 / (NORM_EPS[eps] if form == "max" else math.sqrt(NORM_EPS[eps])) > GAIN
 
 
+def check_norm(case: Any, *, acts: bool, needs: str, backward: bool) -> None:
+    """Raise ValueError if a case has another norm of q and k than most where none acts, or gradients that overflow."""
+    if (case.qk_norm_eps, case.qk_norm_form) != ("1e-6", "inside"):
+        words = f"qk_norm_eps={case.qk_norm_eps} qk_norm_form={case.qk_norm_form}"
+        if not acts:
+            raise ValueError(f"{words} needs {needs}")
+        if case.dtype == "fp16" and backward and overflows(case.qk_norm_eps, case.qk_norm_form):
+            raise ValueError(f"{words} needs backward=no or another dtype than fp16, where gradients of rows of zeros overflow")
+
+
 def _gate_inside(case: Any) -> bool:
     return case.in_kernel in ("gate", "both")
 
@@ -180,12 +190,7 @@ class Case(Line):
             )
         if self.parameter_dtype != "fp32" and not self.gate_inside:
             raise ValueError(f"parameter_dtype={self.parameter_dtype} needs in_kernel=gate or both, got {self.in_kernel}")
-        if (self.qk_norm_eps, self.qk_norm_form) != ("1e-6", "inside"):
-            words = f"qk_norm_eps={self.qk_norm_eps} qk_norm_form={self.qk_norm_form}"
-            if not self.qk_norm:
-                raise ValueError(f"{words} needs qk_norm=yes")
-            if self.dtype == "fp16" and self.backward and overflows(self.qk_norm_eps, self.qk_norm_form):
-                raise ValueError(f"{words} needs backward=no or another dtype than fp16, where gradients of rows of zeros overflow")
+        check_norm(self, acts=self.qk_norm, needs="qk_norm=yes", backward=self.backward)
 
     @property
     def gate_inside(self) -> bool:

@@ -45,6 +45,7 @@ SMALL_OF = {
     ("max", "1e-12"): 2.0**-40,
     ("max", "1e-5"): 2.0**-17,
 }
+LEAST_OF_FP16 = 2.0**-9  # smaller results of a projection would not be normal numbers of fp16
 LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overflow fp16
 # Factors for v. Outputs and gradients are linear in v. In fp16, sums that right implementations store must stay below 65504: with
 # 2^8 and narrow keys they do not.
@@ -65,6 +66,13 @@ _CHOOSING = {
     "gv": 7,
 }  # salts of the draws that choose a regime for each position
 SINGLE_BITS = BITS["fp32"]
+
+
+def small_factor(case: Any) -> float:
+    """Return the factor that makes q and k of a layer, which are of the order of 1, nearly as small as their norm's eps or its
+    root."""
+    factor = SMALL_OF.get((case.qk_norm_form, case.qk_norm_eps), 2.0**-10)
+    return max(factor, LEAST_OF_FP16) if case.dtype == "fp16" else factor
 
 
 def drawn(cases: Sequence[Any], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:

@@ -16,14 +16,17 @@ from torch import Tensor
 from oracles.arithmetic.counter import integers, mix_number
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.serving import SERVING
+from properties.rules.case import Case
+from properties.rules.numbers import NORM_EPS, small_factor
 from properties.traces.events import MOST_TOKENS, PADDING, Roll, Step, check_event, tokens_of_event
 from properties.words.line import SEEDS, Line
-from properties.words.word import Word
+from properties.words.word import Word, always, like
 
 PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
 ALIGNED = ("row", "request")
 GATES = ("forever", "1000", "64", "10", "mixed")
+VALUES = ("ordinary", "small")
 MOST_EVENTS, MOST_SLOTS = 32, 16
 MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 MOST_WIDTH = 256
@@ -67,6 +70,7 @@ class Sizes:
     case slot 0 comes in addition and belongs to nobody. `snapshots` is the number of tokens between places where a snapshot may be
     taken (0 means that none is). `drafts` is the largest number of tokens of a draft in this trace.
     weight [D, W] is the convolution's, and D = 2 heads key_dim + value_heads value_dim; A_log and dt_bias [HV] are the gate's.
+    qk_norm_eps and qk_norm_form are the eps and the form of the norm of q and k ("inside" or "max"), as the domain allows.
     """
 
     slots: int
@@ -84,6 +88,8 @@ class Sizes:
     weight: Tensor
     A_log: Tensor
     dt_bias: Tensor
+    qk_norm_eps: float = NORM_EPS["1e-6"]
+    qk_norm_form: str = "inside"
 
     @property
     def channels(self) -> int:
@@ -129,6 +135,11 @@ class TraceCase(Line):
     free: Annotated[str, Word(choices=FREE, counted=True, simplest=("zero", "random", "nan"))] = "zero"
     """What slots hold that nobody owns: zeros, random numbers, NaN, or what their last owner left."""
     indices: Annotated[str, Word(choices=("int64", "int32"), counted=True, simplest=("int64",))] = "int64"
+    qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps", key=False, acts=always)] = "1e-6"
+    """The eps of the norm of q and k."""
+    qk_norm_form: Annotated[str, like(Case, "qk_norm_form", key=False, acts=always)] = "inside"
+    values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
+    """Whether q and k are nearly as small as their norm's eps ("small")."""
     seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
@@ -192,6 +203,8 @@ class TraceCase(Line):
         """
         weight = self._uniform("weight", self.channels * self.width).reshape(self.channels, self.width)
         A_log, dt_bias = ((self._uniform(name, self.value_heads) * 32).round() / 64 for name in ("A_log", "dt_bias"))
+        if self.values == "small":
+            weight[: 2 * self.heads * self.key_dim] *= small_factor(self)
         if tagged:
             weight = torch.zeros_like(weight)
             weight[:, -1] = 1.0
@@ -212,6 +225,8 @@ class TraceCase(Line):
             weight.to(DTYPES[self.dtype]),
             A_log,
             dt_bias,
+            NORM_EPS[self.qk_norm_eps],
+            self.qk_norm_form,
         )
 
     def batch(

@@ -80,6 +80,9 @@ class TraceDomain(AnyDomain):
     """The only values of K; if there are any, they replace `key_dims`."""
     value_widths: tuple[int, ...] = ()
     """The only values of V; if there are any, they replace `value_dims`."""
+    qk_norm_eps: Annotated[tuple[str, ...], some_of("qk_norm_eps")] = ("1e-6",)
+    """The eps of its norm of q and k."""
+    qk_norm_forms: Annotated[tuple[str, ...], some_of("qk_norm_form")] = ("inside",)
 
     def __post_init__(self) -> None:
         self.check_fields()

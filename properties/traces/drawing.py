@@ -1,12 +1,13 @@
 """Traces drawn inside a domain: an author plays the engine's bookkeeping and writes events that the domain allows."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.traces.case import FREE, GATES, TraceCase
+from properties.traces.case import FREE, GATES, VALUES, TraceCase
 from properties.traces.domain import Decoded, TraceDomain
 from properties.traces.events import PADDING, Roll
 from properties.words.domain import inside
@@ -317,4 +318,8 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
     drafts = field("drafts", (1, 2, 3, 4, 5, 8))
     events = field("events", (5, 7, 9))
     author = _Author(chance, domain, fields, drafts=min(drafts, domain.most_drafts))
-    return TraceCase(author.trace(events), **fields, seed=chance.randrange(2**16))
+    case = TraceCase(author.trace(events), **fields, seed=chance.randrange(2**16))
+    if (domain.qk_norm_eps, domain.qk_norm_forms) == (TraceDomain.qk_norm_eps, TraceDomain.qk_norm_forms):
+        return case
+    norm = {"qk_norm_eps": field("qk_norm_eps", domain.qk_norm_eps), "qk_norm_form": field("qk_norm_form", domain.qk_norm_forms)}
+    return dataclasses.replace(case, **norm, values=field("values", VALUES))

@@ -106,6 +106,8 @@ class Rows:
             weight=sizes.weight,
             cu_seqlens=offsets,
             heads=case.heads,
+            qk_norm_eps=sizes.qk_norm_eps,
+            qk_norm_form=sizes.qk_norm_form,
         )
         bounds = bench.bounds(inputs, kind)
         for number, comparisons in enumerate(self.comparisons):
