@@ -130,6 +130,12 @@ def test_what_a_line_cannot_say(line: str, message: str) -> None:
     ("kind", "words", "message"),
     [
         (LayerDomain, {"qk_norm_eps": ("1e-7",)}, "qk_norm_eps must be a tuple of some of 1e-6, 1e-12, 1e-5"),
+        (
+            LayerDomain,
+            {"dtypes": ("fp16",), "qk_norm_forms": ("max",)},
+            "backward must be False for fp16 alone with qk_norm_eps 1e-6 and qk_norm_forms max",
+        ),
+        (PathDomain, {"dtypes": ("fp16",), "qk_norm_eps": ("1e-12",)}, "backward must be False for fp16 alone"),
         (TraceDomain, {"qk_norm_forms": ()}, "qk_norm_forms must be a tuple of some of inside, max"),
         (PathDomain, {"qk_norm_forms": ("sum",)}, "qk_norm_forms must be a tuple of some of inside, max"),
         (

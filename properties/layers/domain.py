@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from properties.layers.case import EPS, VALUES, LayerCase
 from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import GATES, MOST_WIDTH
-from properties.rules.case import overflows
+from properties.rules.case import check_gradients, overflows
 from properties.rules.drawing import HEADS
 from properties.words.domain import OFFSETS, AnyDomain, check_whole
 from properties.words.lengths import lengths
@@ -82,6 +82,7 @@ class LayerDomain(AnyDomain):
             raise ValueError(f"gatings must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gatings!r}")
         if self.operation != "kda_layer" and self.lower_bounds != ("none",):
             raise ValueError(f"lower_bounds must be none for {self.operation}, got {', '.join(self.lower_bounds)}")
+        check_gradients(self)
         check_whole("widths", self.widths, MOST_WIDTH)
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
 

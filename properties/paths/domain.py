@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles.arithmetic.counter import mix_words
 from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import CHOICES, MAX_RANKS, MOST_WIDTH, ParallelCase
-from properties.rules.case import overflows
+from properties.rules.case import check_gradients, overflows
 from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
 from properties.words.line import MAX_TOKENS
 from properties.words.names import known_fields
@@ -138,6 +138,8 @@ class PathDomain(AnyDomain):
             raise ValueError(
                 f"qk_norm_eps and qk_norm_forms must be left out for {self.operation} unless qk_norm=in_kernel is among its choices"
             )
+        if self.operation == "gdn_layer":
+            check_gradients(self)
         if self.operation != "gdn_layer" and not self.context_parallel:
             raise ValueError(f"context_parallel must be True for {self.operation}, which ranks share in no other way, got False")
         if isinstance(self.least_piece, bool) or not isinstance(self.least_piece, int) or not 0 <= self.least_piece <= MOST_PIECE:

@@ -55,6 +55,16 @@ def check_norm(case: Any, *, acts: bool, needs: str, backward: bool) -> None:
             raise ValueError(f"{words} needs backward=no or another dtype than fp16, where gradients of rows of zeros overflow")
 
 
+def check_gradients(domain: Any) -> None:
+    """Raise ValueError if a domain with a norm in every case promises gradients, and they would overflow in all of its cases."""
+    norms = itertools.product(domain.qk_norm_eps, domain.qk_norm_forms)
+    if domain.backward and domain.dtypes == ("fp16",) and all(overflows(*norm) for norm in norms):
+        raise ValueError(
+            f"backward must be False for fp16 alone with qk_norm_eps {', '.join(domain.qk_norm_eps)} and qk_norm_forms "
+            f"{', '.join(domain.qk_norm_forms)}, where gradients of rows of zeros overflow"
+        )
+
+
 def _gate_inside(case: Any) -> bool:
     return case.in_kernel in ("gate", "both")
 
