@@ -79,7 +79,7 @@ def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
     """
     a, channels, calls = arithmetic.input(x.a, "a"), x.a.ndim == 5, x.get("calls")
     if (dt_bias := x.get("dt_bias")) is not None:
-        dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", arithmetic.parameter)
+        dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", arithmetic.bias)
         a = a + of_calls(dt_bias, a, calls, arithmetic, "dt_bias")
     a = arithmetic.single(a, "a + dt_bias")
     A_log = arithmetic.single(arithmetic.gradient(x.A_log, "dA_log", arithmetic.parameter), "A_log")
@@ -163,7 +163,7 @@ def _operation(name: str, channels: str) -> Operation:
             Port("a", f"B T HV{channels}", scalar_rows=scalar),
             Port("b", "B T HV", scalar_rows=True),
             Port("A_log", "HV", "parameter", scalar_rows=True),
-            Port("dt_bias", f"HV{channels}", "parameter", optional=True, scalar_rows=scalar),
+            Port("dt_bias", f"HV{channels}", "bias", optional=True, scalar_rows=scalar),
         ),
         (Port("g", f"B T HV{channels}", "fp32", scalar_rows=scalar), Port("beta", "B T HV", scalar_rows=True)),
         forward,

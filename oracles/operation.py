@@ -57,7 +57,7 @@ class Inputs(Mapping[str, Any]):
 class Port:
     """A named tensor of an operation: an input, an output or a gradient.
 
-    `axes` are letters separated by spaces. `dtype` is "input" (the dtype of the case), "gate", "parameter" (of A_log and
+    `axes` are letters separated by spaces. `dtype` is "input" (the dtype of the case), "gate", "parameter" (of A_log), "bias" (of
     dt_bias), "state" (of a pool), one of DTYPES or "index". `optional` says whether the tensor may be absent. A row is the unit
     that has one tolerance: the vector along the last axis or, with `scalar_rows`, a single element (one number for each token and
     head). `gradient` says whether it is the gradient of an input.

@@ -96,7 +96,7 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "options": OPTIONS,
         "exact_options": one((), ("host",)),
         "length_step": one(1, 2, 16, 64, 100, 1024, 3),
-        "longest": one(None, 64, 66, 96, 128, 130, 192, 300, 3072, 4096),
+        "longest": one(None, 1, 64, 66, 96, 128, 130, 192, 300, 3072, 4096),
         "offsets": OFFSETS,
         "state_dtypes": some(*STATE_DTYPES),
         "final_dtype": one(*FINAL_DTYPES),
@@ -104,6 +104,8 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "final_states": one(*FINAL_STATES),
         "drawing": lambda chance: Drawing(reach=chance.choice((1, 1, 1, 32, 2)), long=LONG(chance), chunk=CHUNK(chance)),
         "batch_heads": one(None, 512, 65_535, 8),
+        "views": one(True, False, ("sliced", "offset"), ("offset",), ("strided", "expanded"), ("transposed",), ("far",), ()),
+        "negative_eigenvalues": one(True, False, ("given",), ("kernel",)),
     },
     ModuleDomain: {
         "operation": one("causal_conv1d", *MODULES),

@@ -79,7 +79,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line() -> None:
         (PathDomain, {"slow": ("conv=cuda",)}, "slow must be a tuple of some of conv=torch, conv=fla, qk_norm=separate"),
         (PathDomain, {"tf32": "rule=fla"}, "tf32 must be a tuple of some of conv=torch, conv=fla"),
         (PathDomain, {"packed": "no"}, "packed must be True or False, got 'no'"),
-        (Domain, {"views": 1}, "views must be True or False, got 1"),
+        (Domain, {"views": 1}, "views must be True, False or a tuple of some of"),
         (Domain, {"batch_heads": 4}, "batch_heads must be None or at least 512, because laws call batches of as many, got 4"),
         (Domain, {"key_dims": (2000, 4000)}, "key_dims must contain a width in steps of 1, from 1 to 1024, got (2000, 4000)"),
         (Domain, {"width_step": True}, "width_step must be at least 1, got True"),

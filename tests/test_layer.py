@@ -105,7 +105,7 @@ class Call:
 
 
 def cast(x: Tensor | None, dtype: torch.dtype, kind: str) -> Any:
-    return x if x is None else x.to(torch.float32 if kind in ("fp32", "parameter") and dtype != torch.float64 else dtype)
+    return x if x is None else x.to(torch.float32 if kind in ("fp32", "parameter", "bias") and dtype != torch.float64 else dtype)
 
 
 # Two value heads a key head, all widths different, an empty sequence and one shorter than the filter between others, and v so

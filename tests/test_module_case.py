@@ -241,7 +241,7 @@ def test_every_case_is_a_legal_call_with_cotangents_like_its_outputs(data: st.Da
     case.spec.check(inputs)
     for port in case.spec.inputs:
         x = inputs.get(port.name)
-        assert x is None or x.dtype == DTYPES["fp32" if port.dtype == "parameter" else case.dtype], port.name
+        assert x is None or x.dtype == DTYPES["fp32" if port.dtype in ("parameter", "bias") else case.dtype], port.name
         assert x is None or x.is_contiguous()
     outputs = truth(case.spec, inputs)
     for name, x in cotangents.items():

@@ -457,4 +457,4 @@ def test_every_operation_is_found_by_its_name() -> None:
         assert operation.name == name
         ports = [port.name for port in (*operation.outputs, *operation.gradients())]
         assert len(set(ports)) == len(ports)
-        assert {port.dtype for port in operation.inputs} <= {"input", "gate", "parameter", "state", "fp32", "index"}
+        assert {port.dtype for port in operation.inputs} <= {"input", "gate", "parameter", "bias", "state", "fp32", "index"}

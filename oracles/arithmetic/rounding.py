@@ -60,7 +60,7 @@ class Arithmetic:
     (I + A)^-1 where these keep few bits: TF32 may be used for them whatever dtype the inputs have. `summed_again` is for corrected
     values from which a backward sums its states again, if it does. `folds` says that the algorithm multiplies a decay into operands
     even if all channels share this decay. `term` is for the products of a convolution, if each is rounded before it is added.
-    `parameter` is for the dtype of A_log and dt_bias.
+    `parameter` is for the dtype of A_log, and `bias` for that of dt_bias.
     """
 
     runs: int
@@ -81,6 +81,7 @@ class Arithmetic:
     axis: int = 0
     pool: int = EXACT
     parameter: int = SINGLE
+    bias: int = SINGLE
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":

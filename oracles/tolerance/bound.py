@@ -228,7 +228,7 @@ def bounds(
     cut = Cut.of(operation, inputs)
     _check_restarts(restarts, len(cut.lengths))
     _check_cotangents(cotangents)
-    dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter")}
+    dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter", "bias")}
     inputs = evaluation.wide(operation, inputs)
     cotangents = cotangents and {name: evaluation.dense(tensor) for name, tensor in cotangents.items()}
     if shared_bounds is None:
@@ -238,9 +238,9 @@ def bounds(
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes["input"], products)
     pool = BITS[dtypes["state"]]
-    gate, parameter = BITS[dtypes["gate"]], BITS[dtypes["parameter"]]
+    gate, parameter, bias = (BITS[dtypes[kind]] for kind in ("gate", "parameter", "bias"))
     pool = pool if pool < SINGLE else EXACT
-    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, pool=pool)
+    plain = dataclasses.replace(plain, gate=gate, parameter=parameter, bias=bias, pool=pool)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":
@@ -401,7 +401,7 @@ class _Disturbed:
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), square in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
-            known = port.dtype in ("input", "state", "parameter")
+            known = port.dtype in ("input", "state", "parameter", "bias")
             dtype = self.dtypes[port.dtype] if known else port.dtype if port.dtype in BITS else "fp32"
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else FP16_STEP * (dtype == "fp16")
             step = max(step, FP16_STEP * (port.dtype == "fp16"))

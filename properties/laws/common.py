@@ -32,6 +32,7 @@ from properties.laws.law import (
     visible,
     with_others,
 )
+from properties.words.domain import takes_view
 from properties.words.example import Example
 from properties.words.options import text_of_values, values_of
 from properties.words.word import text_of
@@ -479,7 +480,7 @@ def pure(bench: Bench, example: Example) -> Iterator[Pair]:
     """Inputs are compared bit for bit after a call, with the memory around them, which is NaN and must stay NaN."""
     inputs, cotangents = bench.call(example.case)
     # On a GPU, odd addresses need kernels of their own, which take as long to compile as all others. The law `strides` has some.
-    how = "offset" if bench.domain.views and bench.device == "cpu" else "aligned"
+    how = "offset" if takes_view(bench.domain, "offset") and bench.device == "cpu" else "aligned"
     views = {name: view(inputs[name], how) for name in present(example.case.spec, inputs)}
     turned = None if cotangents is None else {name: view(x, how) for name, x in cotangents.items()}
     memory = {f"input {name}": x for name, x in views.items()}

@@ -20,7 +20,7 @@ from oracles.operation import DTYPES, Inputs, Operation
 from properties.modules.case import pads_of
 from properties.paths.case import GATES, ParallelCase, scale_of, with_small_keys
 from properties.rules.case import PARAMETER_DTYPES, Case
-from properties.rules.numbers import LOWER_BOUNDS
+from properties.rules.numbers import LOWER_BOUNDS, SINGLE_PARAMETERS
 from properties.words.line import Line
 from properties.words.options import values_of
 from properties.words.word import Word, always, like
@@ -76,7 +76,7 @@ class LayerCase(Line):
     ] = "none"
     """The lower bound of a KDA layer's log-decay."""
     parameter_dtype: Annotated[str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, simplest=("fp32",))] = "fp32"
-    """The dtype of A_log and dt_bias: float32, or that of the hidden states."""
+    """The dtype of A_log and dt_bias, as for rules."""
     qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps", acts=always)] = "1e-6"
     """The eps of the norm of q and k."""
     qk_norm_form: Annotated[str, like(Case, "qk_norm_form", acts=always)] = "inside"
@@ -174,7 +174,8 @@ class LayerCase(Line):
         if self.values == "small" and not usual:
             inputs = with_small_keys(inputs, self)
         if self.parameter_dtype != "fp32":
-            inputs = inputs.replaced(**{name: inputs[name].to(DTYPES[self.dtype]) for name in ("A_log", "dt_bias")})
+            names = {"A_log", "dt_bias"} - {*SINGLE_PARAMETERS[self.parameter_dtype]}
+            inputs = inputs.replaced(**{name: inputs[name].to(DTYPES[self.dtype]) for name in names})
         return inputs if self.gating == "silu" else Inputs(**{**inputs, "gating": self.gating})
 
     def _of_kda(self, inputs: Inputs, device: str | None) -> dict[str, Any]:

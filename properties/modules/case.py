@@ -20,7 +20,7 @@ from oracles.gates import GDN_GATE, KDA_GATE, log_decay
 from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM, NORM_GATE_LINEAR
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.rules.case import PARAMETER_DTYPES
-from properties.rules.numbers import LOG_BITS, LOWER_BOUNDS
+from properties.rules.numbers import LOG_BITS, LOWER_BOUNDS, SINGLE_PARAMETERS
 from properties.words.line import MAX_HEADS, SEEDS, Line
 from properties.words.options import values_of
 from properties.words.word import Word, text_of
@@ -129,7 +129,7 @@ class ModuleCase(Line):
     )
     """The lower bound of KDA's gate."""
     parameter_dtype: Annotated[str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, of=GATE, simplest=("fp32",))] = "fp32"
-    """The dtype of A_log and dt_bias: float32, or that of a."""
+    """The dtype of A_log and dt_bias, as for rules."""
     options: Annotated[str, Word(key=True)] = "none"
     """Options of the implementation that do not have their first value (properties/words/options.py)."""
     backward: Annotated[bool, Word(simplest=(False,))] = True
@@ -201,6 +201,10 @@ class ModuleCase(Line):
         """Return the first token of each sequence, and the end of the last sequence."""
         return [0, *itertools.accumulate(self.lengths)]
 
+    def dtype_of(self, parameter: str) -> str:
+        """Return the name of the dtype of A_log or dt_bias."""
+        return "fp32" if parameter in SINGLE_PARAMETERS[self.parameter_dtype] else self.dtype
+
     def pads(self) -> tuple[int, ...]:
         """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
         return pads_of(_Builder(self, None).integers("pads", (len(self.lengths),), 63).tolist(), self.lengths)
@@ -212,7 +216,7 @@ class ModuleCase(Line):
         does not have this option, because its meaning is the call without these tokens.
         """
         build = _Builder(self, device)
-        work, single = DTYPES[self.dtype], DTYPES["fp32" if self.parameter_dtype == "fp32" else self.dtype]
+        work = DTYPES[self.dtype]
 
         def residual(axes: tuple[int, ...]) -> Tensor:
             rows: Tensor = build.rows("residual", axes).to(work).unflatten(0, self.batch)
@@ -239,8 +243,8 @@ class ModuleCase(Line):
             inside = {"b": build.rows("b", (self.heads,)).to(work).unflatten(0, self.batch)} if self.beta else {}
             return Inputs(
                 a=build.rows("a", axes).to(work).unflatten(0, self.batch),
-                A_log=build.speeds().to(single),
-                dt_bias=build.parameter("dt_bias", axes).to(single) if self.dt_bias else None,
+                A_log=build.speeds().to(DTYPES[self.dtype_of("A_log")]),
+                dt_bias=build.parameter("dt_bias", axes).to(DTYPES[self.dtype_of("dt_bias")]) if self.dt_bias else None,
                 allow_neg_eigval=self.allow_neg_eigval,
                 **({} if self.lower_bound == "none" else {"lower_bound": LOWER_BOUNDS[self.lower_bound]}),
                 cu_seqlens=None,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles import norm
-from oracles.operation import Inputs
+from oracles.operation import DTYPES, Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws import common as common_laws
 from properties.laws.law import Bench, Pair, axes_of, pairs_of, present, reordered, rolled, spread, with_others
@@ -38,7 +38,7 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "bias": lambda: torch.zeros(case.width if case.operation in CONV else case.out_width, dtype=inputs.x.dtype),
         "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
         "state": lambda: torch.zeros(len(case.lengths), case.width, case.columns, dtype=inputs.x.dtype),
-        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype),
+        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=DTYPES[case.dtype_of("dt_bias")]),
         "residual": lambda: torch.zeros_like(inputs.x),
         "eps": lambda: norm.EPS,
         "offsets": lambda: torch.tensor([0, case.tokens], dtype=getattr(torch, bench.domain.offsets[0])),

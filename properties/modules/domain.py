@@ -99,6 +99,8 @@ class ModuleDomain(AnyDomain):
     fixed_widths: tuple[int, ...] = ()
     """The only widths; if there are any, they replace `widths`."""
     offsets: Annotated[tuple[str, ...], some_of("offsets")] = OFFSETS
+    nothing: bool = True
+    """Whether there may be calls without any token."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -135,6 +137,7 @@ class ModuleDomain(AnyDomain):
                 for name, width in (("width", case.width), ("out_width", case.out_width))
             ),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.nothing or sum(case.lengths) > 0, "a call without tokens is not supported"),
             (max(case.lengths) <= self.longest, f"lengths={max(case.lengths)}: more than {self.longest} tokens are not supported"),
             (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
@@ -211,6 +214,8 @@ def module_cases(
         values |= {"state_columns": "W-1", "oldest": True}  # there is no column that no output reads
         if chance.random() < 1 / 4:
             sizes = _near(chance, domain, sizes, values["conv_width"], longest, packed=packed)
+    if not domain.nothing and not sum(sizes):
+        sizes = (1, *sizes[1:]) if packed else (1,) * len(sizes)
     dtype = field("dtype", domain.dtypes)
     regime = field("values", tuple(choice for choice in domain.values if choice not in ("whole", "one_signed")))
     case = ModuleCase(

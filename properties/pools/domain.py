@@ -90,6 +90,10 @@ class PoolDomain(AnyDomain):
         for name, reason in NOT_OF_POOLS.items():
             if getattr(self.rule, name) != getattr(Domain, name):
                 raise ValueError(f"rule must leave out {name}, {reason}, got {getattr(self.rule, name)!r}")
+        if not isinstance(self.rule.views, bool):
+            raise ValueError(  # noqa: TRY004 - one kind of error
+                f"views of rule must be True or False, because a PoolDomain has views itself, got {self.rule.views!r}"
+            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
@@ -223,7 +227,8 @@ def pool_cases(
     dtype = field("dtype", rule.dtypes)
     if kernel.get("state_dtype") == "input":
         kernel["state_dtype"] = dtype
-    gates = gates_of(rule, kernel.get("in_kernel", rule.in_kernel[0]), kernel)
+    inside = kernel.get("in_kernel", rule.in_kernel[0])
+    gates = gates_of(rule, inside, kernel)
     case = PoolCase(
         lengths,
         packed=packed,
@@ -234,7 +239,7 @@ def pool_cases(
         dtype=dtype,
         gate=field("gate", gates),
         gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
-        beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
+        beta=field("beta", tuple(b for b in BETAS if rule.doubles(inside) or b != "two")),
         values=field("values", tuple(v for v in PoolCase.CHOICES["values"] if v in rule.values and v != "one_signed")),
         state=field("state", ("zero", "random", "random", "random")),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in rule.drawn_scales)),

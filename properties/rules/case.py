@@ -16,7 +16,16 @@ from oracles.norm import NORM_FORMS
 from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.rule.gated_delta import rule_of
-from properties.rules.numbers import LOWER_BOUNDS, MEMORIES, NORM_EPS, OF_CHANNELS, SCALES, cotangents_of, drawn
+from properties.rules.numbers import (
+    LOWER_BOUNDS,
+    MEMORIES,
+    NORM_EPS,
+    OF_CHANNELS,
+    SCALES,
+    SINGLE_PARAMETERS,
+    cotangents_of,
+    drawn,
+)
 from properties.words.line import MAX_HEADS, MAX_WIDTH, SEEDS, Line
 from properties.words.options import values_of
 from properties.words.word import Word
@@ -36,7 +45,7 @@ INITIAL_STATES, FINAL_STATES = ("each", "first"), ("each", "last", "none")  # "f
 INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 LEFT_OUT = ("none", "gate", "beta", "both")
 CHANNEL_DECAYS = ("none", "keys", "values", "both")
-PARAMETER_DTYPES = ("fp32", "input")
+PARAMETER_DTYPES = ("fp32", "input", "mixed")
 GAIN = 1e4  # the largest factor from a cotangent to the gradient of a row of zeros with which fp16 gradients do not overflow
 
 
@@ -136,7 +145,7 @@ class Case(Line):
     parameter_dtype: Annotated[
         str, Word(choices=PARAMETER_DTYPES, key=True, counted=True, simplest=("fp32",), acts=_gate_inside)
     ] = "fp32"
-    """The dtype of A_log and dt_bias: float32, or that of q."""
+    """The dtype of A_log and dt_bias: float32, or that of q; with "mixed" A_log is float32 and dt_bias has the dtype of q."""
     qk_norm_eps: Annotated[
         str, Word(choices=tuple(NORM_EPS), key=True, counted=True, simplest=("1e-6",), acts=lambda case: case.qk_norm)
     ] = "1e-6"
@@ -283,6 +292,10 @@ class Case(Line):
         """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
         tokens = self.tokens * (2 * self.heads * self.key_dim + self.value_heads * (2 * self.value_dim + 2))
         return 8 * (tokens + 2 * len(self.lengths) * self.value_heads * self.key_dim * self.value_dim)
+
+    def dtype_of(self, parameter: str) -> str:
+        """Return the name of the dtype of A_log or dt_bias."""
+        return "fp32" if parameter in SINGLE_PARAMETERS[self.parameter_dtype] else self.dtype
 
     def starts(self) -> list[int]:
         """Return the first token of each sequence, and the end of the last sequence."""

@@ -54,7 +54,7 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "state": lambda: inputs.replaced(state=torch.zeros(zeros, dtype=carried)),
         "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]], dtype=getattr(torch, bench.domain.offsets[0]))),
         "final_state": lambda: inputs.replaced(output_final_state=False),
-        "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype)),
+        "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:], dtype=DTYPES[case.dtype_of("dt_bias")])),
         "gate": lambda: inputs.replaced(g=torch.zeros(gates, dtype=gate_dtype)),
         "beta": lambda: inputs.replaced(beta=torch.ones(inputs.v.shape[:-1], dtype=inputs.v.dtype)),
     }[example.variant or ""]()

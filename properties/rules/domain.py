@@ -17,6 +17,7 @@ from properties.words.domain import (
     LARGEST,
     LEAST_LONGEST,
     OFFSETS,
+    VIEWS,
     AnyDomain,
     check_spans,
     check_tuples,
@@ -60,13 +61,14 @@ class Domain(AnyDomain):
     initial_state: bool = True
     qk_norm: Annotated[bool, flag("qk_norm")] = True
     scale: bool = True
-    negative_eigenvalues: bool = True
+    negative_eigenvalues: bool | tuple[str, ...] = True
+    """Whether beta may be up to 2; ("given",) says only where beta is given, and not computed in the kernel."""
     in_kernel: Annotated[tuple[str, ...], some_of("in_kernel")] = ("none",)
     """Which of gate and beta the implementation can compute itself."""
     dt_bias: Annotated[bool, flag("dt_bias", value=False)] = True
     """Whether it can compute its gate without a dt_bias."""
-    views: bool = True
-    """Whether inputs may be non-contiguous and begin anywhere in memory."""
+    views: bool | tuple[str, ...] = True
+    """Whether inputs may be non-contiguous and begin anywhere in memory, or the kinds of strides that they may have (VIEWS)."""
     deterministic: bool = True
     """Whether a second call gives the same bits."""
     position_independent: bool = False
@@ -102,7 +104,7 @@ class Domain(AnyDomain):
     length_step: int = 1
     """Every sequence has a multiple of so many tokens."""
     longest: int | None = None
-    """The most tokens of a sequence; None means any number."""
+    """The most tokens of a sequence; None means any number, and 1 that it decodes single tokens."""
     key_widths: tuple[int, ...] = ()
     """The only values of K; if there are any, they replace `key_dims`."""
     value_widths: tuple[int, ...] = ()
@@ -117,6 +119,8 @@ class Domain(AnyDomain):
     batch_heads: int | None = None
     """The largest product of sequences and value heads of a batch that is not packed; None means any. CUDA launches at most 65,535
     programs along the second and third axis of a grid."""
+    nothing: bool = True
+    """Whether there may be calls without any token; `empty` says whether there may be empty sequences beside others."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -131,10 +135,14 @@ class Domain(AnyDomain):
             raise ValueError(f"length_step must be in 1..{MOST_STEP}, got {self.length_step!r}")
         step, least = self.length_step, max(LEAST_LONGEST, 3 * self.length_step)  # the law `cut` needs several steps
         if self.longest is not None and (
-            isinstance(self.longest, bool) or not isinstance(self.longest, int) or self.longest < least or self.longest % step
+            isinstance(self.longest, bool)
+            or not isinstance(self.longest, int)
+            or (self.longest < least and (self.longest, step) != (1, 1))
+            or self.longest % step
         ):
-            what = f"at least {least}" + (f" and a multiple of length_step={step}" if step > 1 else "")
-            raise ValueError(f"longest must be None or {what}, got {self.longest!r}")
+            what = f"None or at least {least} and a multiple of length_step={step}" if step > 1 else f"None, 1 or at least {least}"
+            raise ValueError(f"longest must be {what}, got {self.longest!r}")
+        self._check_choices_of_flags()
         check_spans(self, "key_dims", "value_dims")
         check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == Domain.key_dims and self.width_step == 1)
         check_widths("value_widths", self.value_widths, "value_dims", self.value_dims == Domain.value_dims and self.width_step == 1)
@@ -169,6 +177,24 @@ class Domain(AnyDomain):
                 f"batch_heads must be None or at least {LEAST_BATCH_HEADS}, because laws call batches of as many, "
                 f"got {self.batch_heads!r}"
             )
+
+    def _check_choices_of_flags(self) -> None:
+        """Raise ValueError for a field that is neither True nor False, nor a tuple that says more."""
+        if not isinstance(self.views, bool) and not (isinstance(self.views, tuple) and self.views and {*self.views} <= {*VIEWS}):
+            raise ValueError(f"views must be True, False or a tuple of some of {', '.join(VIEWS)}, got {self.views!r}")
+        if not isinstance(self.negative_eigenvalues, bool) and self.negative_eigenvalues != ("given",):
+            raise ValueError(f"negative_eigenvalues must be True, False or ('given',), got {self.negative_eigenvalues!r}")
+        if self.negative_eigenvalues == ("given",) and not {*self.in_kernel} & {"none", "gate"}:
+            raise ValueError(
+                f"negative_eigenvalues must be True or False without a beta that is given, got ('given',) with in_kernel "
+                f"{', '.join(self.in_kernel)}"
+            )
+
+    def doubles(self, in_kernel: str) -> bool:
+        """Whether beta may be up to 2 in cases whose kernel computes this."""
+        if isinstance(self.negative_eigenvalues, bool):
+            return self.negative_eigenvalues
+        return in_kernel not in ("beta", "both")
 
     @property
     def drawn_scales(self) -> tuple[str, ...]:
@@ -232,6 +258,7 @@ class Domain(AnyDomain):
                 f"{len(case.lengths)} sequences of {case.value_heads} value heads are over batch_heads={self.batch_heads}",
             ),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.nothing or case.tokens > 0, "a call without tokens is not supported"),
             (
                 all(length % self.length_step == 0 for length in case.lengths),
                 f"lengths={text_of(case.lengths)}: every length must be a multiple of {self.length_step}",
@@ -249,7 +276,10 @@ class Domain(AnyDomain):
             (case.scale in self.drawn_scales, f"scale={case.scale} is not supported"),
             (case.gate in self.gates, f"gate={case.gate}: decays are no stronger than those of gate={self.strongest_decay}"),
             (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
-            (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
+            (
+                self.doubles(case.in_kernel) or case.beta != "two",
+                "beta=two: beta over 1 is not supported" + (", but where it is given" if self.negative_eigenvalues else ""),
+            ),
             (self.infinite_gates or case.gate != "closed", "gate=closed: a log-decay of -inf is not supported"),
             (
                 self.has_decays_of(case),

@@ -141,6 +141,8 @@ def cases(
         none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False, step=step)
         sizes *= rows
+    if not domain.nothing and not sum(sizes):
+        sizes = (step, *sizes[1:]) if packed else (step,) * len(sizes)
     size = sum(sizes) * value_heads  # the time of interpreted kernels grows with this and with the widths
     wide = NARROW if large else 256 if far or size <= 100 else 128 if size <= 200 else 64
     broad = (
@@ -170,7 +172,7 @@ def cases(
         dtype=field("dtype", domain.dtypes),
         gate=field("gate", gates_of(domain, inside, form)) if domain.operation != "delta_rule" else "forever",
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
-        beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
+        beta=field("beta", tuple(b for b in BETAS if domain.doubles(inside) or b != "two")),
         values=field("values", tuple(v for v in domain.values if v not in ("one_hot", "one_signed"))),
         state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in domain.drawn_scales)),

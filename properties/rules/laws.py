@@ -26,6 +26,7 @@ from properties.laws.common import (
     several,
     steps,
     strides,
+    two_tokens,
 )
 from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.laws.history import history_law
@@ -41,7 +42,7 @@ from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import REMEMBERING, cases, keys_of, limits, values_of
-from properties.words.domain import VIEWS
+from properties.words.domain import VIEWS, takes_view
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
 
@@ -103,7 +104,9 @@ def _leaves_out(words: tuple[str, ...], case: Case) -> bool:
 
 def _carries(domain: Domain) -> str | None:
     """Return what a domain lacks to carry a state from one call to the next, or None."""
-    return "final states are not supported" if domain.final_states == "none" else require(initial_state=True)(domain)
+    if domain.final_states == "none":
+        return "final states are not supported"
+    return two_tokens(domain) or require(initial_state=True)(domain)
 
 
 def _absent_choices(domain: Domain) -> list[st.SearchStrategy[Example]]:
@@ -160,19 +163,36 @@ def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
 
 def _strided(domain: Domain) -> st.SearchStrategy[Example]:
     """Return cases in every view, one in four with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    near = examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)
-    if not can_be_far(domain):
+    near = examples_of(_small(domain, sequences=(1, 2)), None, tuple(how for how in VIEWS if takes_view(domain, how)))
+    far_views = [how for how in FAR if _takes_far(domain, how)]
+    if not can_be_far(domain) or not far_views:
         return near
     groups = ((5, 5), (8, 8), (5, 10)) if domain.grouped_heads else ((5, 5), (8, 8))
-    far_ones = far_examples(
-        domain,
-        {
-            "far_tokens": cases(domain, longest=12, total=12, value_heads=2, sequences=(1, 2)),
-            "far_heads": cases(domain, longest=3, total=12, sequences=(1, 2), groups=groups),
-            "far_sequences": cases(domain, longest=3, total=18, value_heads=2, sequences=(5, 6)),
-        },
-    )
+    drawn = {
+        "far_tokens": cases(domain, longest=12, total=12, value_heads=2, sequences=(1, 2)),
+        "far_heads": cases(domain, longest=3, total=12, sequences=(1, 2), groups=groups),
+        "far_sequences": cases(domain, longest=3, total=18, value_heads=2, sequences=(5, 6)),
+    }
+    far_ones = far_examples(domain, {how: drawn[how] for how in far_views})
     return either([near] * 3 + [far_ones])
+
+
+def _takes_far(domain: Domain, how: str) -> bool:
+    """Whether inputs may be far along an axis: heads, which are the last axis of g and beta, need strides of any kind."""
+    return takes_view(domain, "strided" if how == "far_heads" else "sliced")
+
+
+def _views(domain: Domain) -> str | None:
+    """Return why the law `strides` does not apply to a domain, or None."""
+    return None if domain.views else "views is not supported"
+
+
+def _outside_views(domain: Domain, example: Example) -> str | None:
+    """Return why a domain does not take the views of an example, or None."""
+    how = example.variant or ""
+    if (_takes_far if how in FAR else takes_view)(domain, how):
+        return None
+    return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'any'}"
 
 
 def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
@@ -337,6 +357,7 @@ LAWS: dict[str, Law] = {
             "later tokens change no earlier output and no earlier gradient of q, bit for bit",
             lambda domain: examples_of(_small(domain), inner),
             future,
+            two_tokens,
             place=inner,
         ),
         Law(
@@ -392,9 +413,10 @@ LAWS: dict[str, Law] = {
             "inputs and cotangents may have any strides",
             _strided,
             strides,
-            require(views=True),
+            _views,
             variants=(*VIEWS, *FAR),
             lacks=lacks_far,
+            outside=_outside_views,
         ),
         Law(
             "pure",

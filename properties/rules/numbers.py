@@ -50,6 +50,7 @@ LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overfl
 # Factors for v. Outputs and gradients are linear in v. In fp16, sums that right implementations store must stay below 65504: with
 # 2^8 and narrow keys they do not.
 GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**5}
+SINGLE_PARAMETERS = {"fp32": ("A_log", "dt_bias"), "mixed": ("A_log",), "input": ()}  # those in float32
 OF_CHANNELS = {"gk": "keys", "gv": "values"}
 _NAMES = (
     *("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b"),
@@ -170,7 +171,7 @@ class _Builder:
             if case.channel_decays in (OF_CHANNELS[name], "both"):
                 recipes[name] = self.channel_decays(name, (case.value_heads, width))
         recipes |= {"state": self.states_of(self.state(), 0, case.initial_states)} if case.state != "none" else {}
-        single = ("A_log", "dt_bias") * (case.parameter_dtype == "fp32") + ("g", "alpha", "gk", "gv") * (case.gate_dtype == "fp32")
+        single = SINGLE_PARAMETERS[case.parameter_dtype] + ("g", "alpha", "gk", "gv") * (case.gate_dtype == "fp32")
         return _Recipes(self, recipes, {**dict.fromkeys(single, "fp32"), "state": case.dtype_of_states})
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Inputs:

@@ -118,6 +118,11 @@ def frozen(value: Any) -> Any:
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
+def takes_view(domain: Any, how: str) -> bool:
+    """Whether the inputs of a domain's calls may have a kind of strides (VIEWS)."""
+    return how in domain.views if isinstance(domain.views, tuple) else domain.views
+
+
 def _one_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 

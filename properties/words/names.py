@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import types
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -24,10 +25,14 @@ def unknown(kind: str, word: str, names: Iterable[str]) -> str:
 def known_fields(kind: type[T]) -> type[T]:
     """Let a dataclass refuse a keyword that is none of its fields by a TypeError that names the nearest field and all of them.
 
-    A field whose default is True or False takes nothing else: "no", for one, would mean True. ValueError for another value.
+    A field that is a bool takes nothing but True and False: "no", for one, would mean True. ValueError for another value.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    flags = [field.name for field in dataclasses.fields(kind) if isinstance(field.default, bool)]  # type: ignore[arg-type]
+    flags = [
+        field.name
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if isinstance(field.default, bool) and not isinstance(field.type, types.UnionType)
+    ]
     plain = kind.__init__
 
     @functools.wraps(plain)

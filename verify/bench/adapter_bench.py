@@ -27,7 +27,7 @@ from verify.bench.at_once import TIMES, in_threads, on_streams
 from verify.bench.faults import AdapterFault, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
-from verify.bench.placing import as_allocated, between, in_layout, shares_a_slot, takes_views, tensors_of
+from verify.bench.placing import between, in_layout, placed, shares_a_slot, tensors_of
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
@@ -162,9 +162,9 @@ class AdapterBench(Watched):
         spec = self._contract(inputs)
         inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
         inputs = in_layout(inputs, self.domain.layout)
-        if not (same_objects or takes_views(self.domain)):
-            inputs = inputs.replaced(**{name: as_allocated(x) for name, x in inputs.items() if isinstance(x, Tensor)})
-            cotangents = cotangents and {name: as_allocated(x) for name, x in cotangents.items()}
+        if not same_objects:
+            inputs = inputs.replaced(**{name: placed(self.domain, x) for name, x in inputs.items() if isinstance(x, Tensor)})
+            cotangents = cotangents and {name: placed(self.domain, x) for name, x in cotangents.items()}
         adapter = self.counterpart if counterpart else self.adapter
         guards = Guards(tensors_of(inputs, cotangents), around=adapter.guards and not same_objects)
         inputs, cotangents = between(inputs, cotangents, guards)

@@ -1,5 +1,6 @@
 """Where the tensors of a call lie in memory."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,9 +30,23 @@ def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
     return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
 
 
-def takes_views(domain: Any) -> bool:
-    """Whether the domain promises that inputs may have any strides and begin anywhere in memory."""
-    return bool(getattr(getattr(domain, "rule", domain), "views", True))
+def placed(domain: Any, x: Tensor) -> Tensor:
+    """The tensor, or a copy as an allocator makes one if the domain does not promise to take such strides."""
+    views = getattr(getattr(domain, "rule", domain), "views", True)
+    return x if views is True or (views and _is_view(x, views)) else as_allocated(x)
+
+
+def _is_view(x: Tensor, views: Collection[str]) -> bool:
+    """Whether the strides of a tensor are of one of these kinds (VIEWS)."""
+    steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
+    last = x.shape[-1:].numel() <= 1 or x.stride(-1) == 1
+    if x.is_contiguous():
+        return not {"offset", "sliced"}.isdisjoint(views)
+    if 0 in steps:
+        return "expanded" in views
+    if last and steps == sorted(steps, reverse=True):
+        return "sliced" in views
+    return ("transposed" if not last and x.ndim > 1 and x.stride(-2) == 1 else "strided") in views
 
 
 def as_allocated(x: Tensor) -> Tensor:
