@@ -263,3 +263,87 @@ class DecaysAfterwards(OneToken):
             return o, state
         g = x.g[:, 0].float().exp()
         return o, state * g.reshape(*g.shape, *[1] * (4 - g.ndim))
+
+
+# Promises to the bit
+
+
+class Exact(Recurrent):
+    """Token by token: each promise to the bit holds."""
+
+    domain = Domain(
+        key_dims=(4, 16),
+        value_dims=(4, 16),
+        split_invariant=True,
+        packed_equals_dense=True,
+        absent_state_equals_zeros=True,
+        decode_equals_prefill=True,
+        backward=False,
+    )
+
+    def flips(self, x: Inputs) -> bool:
+        """Whether a call adds the channels of keys in the other order, so that its bits are others."""
+        return False
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if not self.flips(x):
+            return super().run(x)
+        states = {} if x.state is None else {"state": x.state.flip(-2)}
+        channels = {} if x.g is None or x.g.ndim < 4 else {"g": x.g.flip(-1)}
+        o, state = super().run(x.replaced(q=x.q.flip(-1), k=x.k.flip(-1), **states, **channels))
+        return o, None if state is None else state.flip(-2)
+
+
+class FlipsLongCalls(Exact):
+    """Wrong: calls of more than 16 tokens have other bits."""
+
+    def flips(self, x: Inputs) -> bool:
+        return x.v.shape[1] > 16
+
+
+class FlipsPacked(Exact):
+    """Wrong: packed calls have other bits."""
+
+    def flips(self, x: Inputs) -> bool:
+        return x.cu_seqlens is not None
+
+
+class FlipsStates(Exact):
+    """Wrong: calls with a state of zeros have other bits."""
+
+    def flips(self, x: Inputs) -> bool:
+        return x.state is not None and not x.state.any() and x.v.shape[1] > 1
+
+
+class FlipsSteps(Exact):
+    """Wrong: single tokens have other bits."""
+
+    def flips(self, x: Inputs) -> bool:
+        return x.cu_seqlens is None and x.v.shape[1] == 1
+
+
+class FailsWhole(Recurrent):
+    """It fails in calls of more than eight tokens."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.v.shape[1] > 8:
+            raise ValueError("too many tokens")
+        return super().run(x)
+
+
+class ExactConv(Conv):
+    """A convolution, in which a call without a state begins from zeros."""
+
+    domain = ModuleDomain(absent_state_equals_zeros=True, packed_equals_dense=True)
+
+
+class ConvSplits(Conv):
+    """Wrong: it promises that a call in two parts has the bits of one, and adds other taps together at its beginning."""
+
+    domain = ModuleDomain(split_invariant=True)
+
+
+class LayerSplits(Layered):
+    """Wrong: it promises the bits of one call, but its chunks begin where a call begins."""
+
+    domain = LayerDomain(split_invariant=True)

@@ -180,7 +180,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"largest_values": "huge"}, "largest_values must be one of ordinary, scaled, large, great, got 'huge'"),
     ({"length_step": 0}, "length_step must be in 1..1024, got 0"),
     ({"length_step": True}, "length_step must be in 1..1024, got True"),
-    ({"longest": 63}, "longest must be None or at least 64, got 63"),
+    ({"longest": 63}, "longest must be None, 1 or at least 64, got 63"),
     ({"longest": 160, "length_step": 64}, "longest must be None or at least 192 and a multiple of length_step=64, got 160"),
     ({"offsets": ()}, r"offsets must be a tuple of some of int64, int32, got \(\)"),
     ({"state_dtypes": ("fp64",)}, r"state_dtypes must be a tuple of some of fp32, input, bf16, got \('fp64',\)"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from properties.laws.law import (
     visible,
     with_others,
 )
+from properties.laws.promises import to_the_bit
 from properties.words.domain import takes_view
 from properties.words.example import Example
 from properties.words.options import text_of_values, values_of
@@ -88,7 +89,8 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
         leaked = leaked + inputs.state
     if not visible(bench.truth(inputs.replaced(state=leaked), None), bounds):
         raise Blind("a state leaking into the next sequence would not show")
-    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    together = bench.run(inputs, cotangents)
+    yield from pairs_of(together, bounds)
     start, end = case.starts()[alone : alone + 2]
 
     def index_of(name: str) -> tuple[slice, ...]:
@@ -100,9 +102,17 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     part = None if cotangents is None else {name: x[index_of(name)].clone() for name, x in cotangents.items()}
     one_state = one_initial_state(bench.domain) or one_final_state(bench.domain)
     own = bench.bounds(single, part) if one_state else None
-    for name, got in bench.run(single, part).items():
-        if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
-            yield Pair(name, f"of sequence {alone} alone", got, bounds[name].at(*index_of(name)) if own is None else own[name])
+    results = {name: got for name, got in bench.run(single, part).items() if index_of(name)}  # no sums over all sequences
+    for name, got in results.items():
+        yield Pair(name, f"of sequence {alone} alone", got, bounds[name].at(*index_of(name)) if own is None else own[name])
+    shared = {name: got for name, got in results.items() if not (one_state and name in ("final_state", "dh0"))}
+    yield from to_the_bit(
+        bench,
+        "packed_equals_dense",
+        f"of sequence {alone} alone, bits",
+        shared,
+        lambda: {name: together[name][index_of(name)] for name in shared},
+    )
 
 
 def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
@@ -153,25 +163,38 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
     if not visible(lost, limits):
         raise Blind("a state lost at the cut would not show")
     first = bench.run(head, None)
+    order = torch.cat([before, after]).argsort()
     if rounds_states(bench, case, first["final_state"].dtype):
-        yield from _cut_in_two(bench, case, (head, tail), directions, cotangents, first)
+        parts = yield from _cut_in_two(bench, case, (head, tail), directions, cotangents, first)
+        yield from _split(bench, _joined(spec, *parts, order), inputs, cotangents)
         return
     if cotangents is None:
         second = bench.run(tail.replaced(state=first["final_state"]), None)
     else:
         second = bench.run(tail.replaced(state=first["final_state"]), {y: directions[1], "final_state": cotangents["final_state"]})
         first = bench.run(head, {y: directions[0], "final_state": second["dh0"]})
-    order = torch.cat([before, after]).argsort()
-    bounds = in_two_parts(bench, bounds, inputs, cotangents, at, len(case.lengths))
+    whole = _joined(spec, first, second, order)
+    yield from pairs_of(whole, in_two_parts(bench, bounds, inputs, cotangents, at, len(case.lengths)))
+    yield from _split(bench, whole, inputs, cotangents)
+
+
+def _joined(spec: Operation, first: Results, second: Results, order: Tensor) -> Results:
+    """Return the results of two parts of a call as those of the call, with its tokens in their order.
+
+    Gradients of parameters are left out: they are sums over parts that are rounded separately.
+    """
     whole = {}
     for name, value in first.items():
         if axes_of(spec, name)[:2] == ["B", "T"]:
             whole[name] = torch.cat([value, second[name]], 1)[:, order]
-        elif name == "final_state":
-            whole[name] = second[name]
-        elif name == "dh0":
-            whole[name] = value
-    yield from pairs_of(whole, bounds)  # without parameters' gradients, which are sums over pieces that are rounded separately
+        elif name in ("final_state", "dh0"):
+            whole[name] = second[name] if name == "final_state" else value
+    return whole
+
+
+def _split(bench: Bench, whole: Results, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    """Compare the results of a call in two parts with those of one call, to the bit."""
+    yield from to_the_bit(bench, "split_invariant", "of both parts, bits", whole, lambda: bench.run(inputs, cotangents))
 
 
 def rounds_states(bench: Bench, case: Any, dtype: torch.dtype) -> bool:
@@ -188,10 +211,11 @@ def carried_dtype(bench: Bench, case: Any, dtype: torch.dtype) -> torch.dtype:
 
 def _cut_in_two(
     bench: Bench, case: Any, parts: tuple[Inputs, Inputs], directions: list[Tensor], cotangents: Cotangents, first: Results
-) -> Iterator[Pair]:
+) -> Generator[Pair, None, tuple[Results, Results]]:
     """Judge each part of a cut by its own bounds, because the state that is carried over the cut is rounded.
 
-    The truth of the tail is taken at the carried state, and that of the head at the gradient that comes back.
+    The truth of the tail is taken at the carried state, and that of the head at the gradient that comes back. Returns the results
+    of both parts.
     """
     head, tail = parts
     y, dtype = token_output(case.spec), first["final_state"].dtype
@@ -199,14 +223,17 @@ def _cut_in_two(
     if cotangents is None:
         yield from pairs_of(first, bench.bounds(head, None), "before the cut")
         limits = bench.bounds(tail, None)
-        yield from pairs_of(bench.run(tail, None), limits, "after the cut")
-        return
+        second = bench.run(tail, None)
+        yield from pairs_of(second, limits, "after the cut")
+        return first, second
     later = {y: directions[1], "final_state": cotangents["final_state"].to(final_dtype(case, tail))}
     second, limits = bench.run(tail, later), bench.bounds(tail, later)
     yield from pairs_of(second, limits, "after the cut")
     earlier = {y: directions[0], "final_state": second["dh0"].to(dtype)}
     limits = bench.bounds(head, earlier)
-    yield from pairs_of(bench.run(head, earlier), limits, "before the cut")
+    first = bench.run(head, earlier)
+    yield from pairs_of(first, limits, "before the cut")
+    return first, second
 
 
 def final_dtype(case: Any, inputs: Inputs) -> torch.dtype:
@@ -237,13 +264,21 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
             step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=state)
             got, limits = bench.run(step, None, counterpart=True), bounds_as(bench, step, None, "recurrent")
             yield from pairs_of(got, limits, f"of the step at token {token}")
+            rows.append(got[y])
+        yield from _stepped(bench, {y: torch.cat(rows, 1), "final_state": got["final_state"]}, inputs)
         return
     for token in range(at, case.lengths[0]):
         step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
         got = bench.run(step, None, counterpart=True)
         rows.append(got[y])
-    yield Pair(y, "", torch.cat(rows, 1), bounds[y])
-    yield Pair("final_state", "", got["final_state"], bounds["final_state"])
+    whole = {y: torch.cat(rows, 1), "final_state": got["final_state"]}
+    yield from pairs_of(whole, bounds)
+    yield from _stepped(bench, whole, inputs)
+
+
+def _stepped(bench: Bench, whole: Results, inputs: Inputs) -> Iterator[Pair]:
+    """Compare the results of a prompt and single tokens with those of one call, to the bit."""
+    yield from to_the_bit(bench, "decode_equals_prefill", "of a prompt and steps, bits", whole, lambda: bench.run(inputs, None))
 
 
 def future(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -135,6 +135,9 @@ class Bench(Protocol):
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """Return the truth without tolerances."""
 
+    def note(self, promise: str, got: Results, want: Callable[[], Results]) -> None:
+        """Note whether results equal others bit for bit, which the domain does not promise (properties/laws/promises.py)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Law:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
+from properties.laws.promises import check_promises
 from properties.layers.case import EPS, VALUES, LayerCase
 from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import GATES, MOST_WIDTH
@@ -75,6 +76,12 @@ class LayerDomain(AnyDomain):
     """The eps of its norm of q and k."""
     qk_norm_forms: Annotated[tuple[str, ...], some_of("qk_norm_form")] = ("inside",)
     options: Options = ()
+    split_invariant: bool = False
+    """Whether a call in two parts gives the bits of one call."""
+    packed_equals_dense: bool = False
+    """Whether a sequence gets the same bits packed with others and as a batch of one."""
+    decode_equals_prefill: bool = False
+    """Whether a prompt and then single tokens give the bits of one call."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -83,6 +90,10 @@ class LayerDomain(AnyDomain):
         if self.operation != "kda_layer" and self.lower_bounds != ("none",):
             raise ValueError(f"lower_bounds must be none for {self.operation}, got {', '.join(self.lower_bounds)}")
         check_gradients(self)
+        batched = "" if self.batched else "batched=False"
+        carries = batched or ("" if self.caches else "caches=False")
+        packed = batched or ("" if self.packed else "packed=False")
+        check_promises(self, {"split_invariant": carries, "packed_equals_dense": packed, "decode_equals_prefill": carries})
         check_whole("widths", self.widths, MOST_WIDTH)
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
 

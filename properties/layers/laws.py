@@ -28,6 +28,7 @@ from properties.laws.law import (
     visible,
     with_others,
 )
+from properties.laws.promises import to_the_bit
 from properties.laws.recompute import recompute_law
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain, layer_cases
@@ -69,9 +70,10 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
         part = _part(inputs, start, stop, got)
         got = bench.run(part, None, counterpart=example.variant == "steps")
         rows.append(got["y"])
-    yield Pair("y", f"going on after {at} tokens", torch.cat(rows, 1), bounds["y"])
-    for name in ("final_state", "conv_state"):
-        yield Pair(name, f"going on after {at} tokens", got[name], bounds[name])
+    whole = {"y": torch.cat(rows, 1), **{name: got[name] for name in ("final_state", "conv_state")}}
+    yield from pairs_of(whole, bounds, f"going on after {at} tokens")
+    promise = "decode_equals_prefill" if example.variant == "steps" else "split_invariant"
+    yield from to_the_bit(bench, promise, f"going on after {at} tokens, bits", whole, lambda: bench.run(inputs, None))
 
 
 def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:

@@ -11,6 +11,7 @@ from oracles.operation import DTYPES, Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws import common as common_laws
 from properties.laws.law import Bench, Pair, axes_of, pairs_of, present, reordered, rolled, spread, with_others
+from properties.laws.promises import to_the_bit
 from properties.modules.case import EPS
 from properties.modules.domain import CONV
 from properties.words.example import Example
@@ -26,8 +27,8 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     if what == "final_state":
         assert cotangents is None or "final_state" in cotangents, case
         cotangents = cotangents and {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
-    bounds = bench.bounds(inputs, cotangents)
-    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    bounds, without = bench.bounds(inputs, cotangents), bench.run(inputs, cotangents)
+    yield from pairs_of(without, bounds)
     if what == "final_state":
         unasked = None if cotangents is None else {"y": cotangents["y"]}
         yield from pairs_of(
@@ -45,9 +46,11 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     }[what]()
     more = {"returns_sum": False} if what == "residual" and case.operation == "gated_rms_norm" else {}
     arguments = Inputs(**{**inputs, {"offsets": "cu_seqlens"}.get(what, what): neutral, **more})
-    for name, got in bench.run(arguments, cotangents).items():
-        if name in bounds:
-            yield Pair(name, f"with {what} given", got, bounds[name])
+    results = {name: got for name, got in bench.run(arguments, cotangents).items() if name in bounds}
+    yield from pairs_of(results, bounds, f"with {what} given")
+    if what == "state":
+        same = {name: got for name, got in results.items() if name in without}
+        yield from to_the_bit(bench, "absent_state_equals_zeros", "with state given, bits", same, lambda: without)
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:

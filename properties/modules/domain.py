@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
+from properties.laws.promises import check_promises
 from properties.modules.case import (
     ACTIVATIONS,
     EPS,
@@ -101,6 +102,14 @@ class ModuleDomain(AnyDomain):
     offsets: Annotated[tuple[str, ...], some_of("offsets")] = OFFSETS
     nothing: bool = True
     """Whether there may be calls without any token."""
+    split_invariant: bool = False
+    """Whether a call in two parts gives the bits of one call, gradients included."""
+    packed_equals_dense: bool = False
+    """Whether a sequence gets the same bits packed with others and as a batch of one."""
+    absent_state_equals_zeros: bool = False
+    """Whether a call without an initial state gives the bits of a call with zeros."""
+    decode_equals_prefill: bool = False
+    """Whether a prompt and then single tokens give the bits of one call."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -113,8 +122,22 @@ class ModuleDomain(AnyDomain):
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
+        self._check_promises()
         if not self.batched and "packed" not in words_of(self.operation):
             raise ValueError(f"batched must be True for {self.operation}, which has no packed sequences, got False")
+
+    def _check_promises(self) -> None:
+        """Raise ValueError for a promise that no law judges."""
+        flags = ("initial_state", "final_state", "batched", "packed")
+        lacks = [f"operation={self.operation}"] if self.operation not in CONV else []
+        lacks += [f"{name}=False" for name in flags if not getattr(self, name)] + ["longest=1"] * (self.longest == 1)
+        needs = {
+            "split_invariant": {"packed=False", "batched=False"},
+            "packed_equals_dense": {"longest=1"},
+            "absent_state_equals_zeros": {"packed=False", "batched=False", "final_state=False", "longest=1"},
+            "decode_equals_prefill": {"packed=False"},
+        }
+        check_promises(self, {name: next((lack for lack in lacks if lack not in free), "") for name, free in needs.items()})
 
     @property
     def values(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
+from properties.laws.promises import PROMISES
 from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
@@ -30,6 +31,7 @@ NOT_OF_POOLS = {
     "longest": _OWN.format("most_tokens"),
     **dict.fromkeys(("initial_states", "final_states"), "because every request of a pool has a state"),
     "length_step": "because a request may have any number of tokens",
+    **dict.fromkeys(PROMISES, "because no law of pools judges it"),
     **dict.fromkeys(("left_out", "channel_decays", "lower_bounds"), "because decode has no such argument"),
 }
 

@@ -27,6 +27,7 @@ from properties.laws.law import (
     spread,
     with_others,
 )
+from properties.laws.promises import to_the_bit
 from properties.words.example import Example
 
 
@@ -61,13 +62,17 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
     if example.variant == "final_state" and cotangents is not None:
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
     bounds = bench.bounds(inputs, cotangents)
-    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    without = bench.run(inputs, cotangents)
+    yield from pairs_of(without, bounds)
     if (dtype := final_dtype(case, neutral)) != final_dtype(case, inputs):  # a final state has the initial one's dtype
         cotangents = cotangents and {**cotangents, "final_state": cotangents["final_state"].to(dtype)}
         bounds = bench.bounds(neutral, cotangents)
     detail = f"with {example.variant} {'not asked for' if example.variant == 'final_state' else 'given'}"
     got = bench.run(neutral, cotangents)
     yield from pairs_of({name: value for name, value in got.items() if name in bounds}, bounds, detail)
+    if example.variant == "state":
+        same = {name: value for name, value in got.items() if name in without and without[name].dtype == value.dtype}
+        yield from to_the_bit(bench, "absent_state_equals_zeros", f"{detail}, bits", same, lambda: without)
 
 
 def norm(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Any
 
+from properties.laws.promises import check_promises
 from properties.rules.case import (
     COMPUTED_GATES,
     FINAL_STATES,
@@ -121,6 +122,14 @@ class Domain(AnyDomain):
     programs along the second and third axis of a grid."""
     nothing: bool = True
     """Whether there may be calls without any token; `empty` says whether there may be empty sequences beside others."""
+    split_invariant: bool = False
+    """Whether a call in two parts gives the bits of one call, gradients included."""
+    packed_equals_dense: bool = False
+    """Whether a sequence gets the same bits packed with others and as a batch of one."""
+    absent_state_equals_zeros: bool = False
+    """Whether a call without an initial state gives the bits of a call with zeros."""
+    decode_equals_prefill: bool = False
+    """Whether a prompt and then single tokens give the bits of one call."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -143,6 +152,7 @@ class Domain(AnyDomain):
             what = f"None or at least {least} and a multiple of length_step={step}" if step > 1 else f"None, 1 or at least {least}"
             raise ValueError(f"longest must be {what}, got {self.longest!r}")
         self._check_choices_of_flags()
+        self._check_promises()
         check_spans(self, "key_dims", "value_dims")
         check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == Domain.key_dims and self.width_step == 1)
         check_widths("value_widths", self.value_widths, "value_dims", self.value_dims == Domain.value_dims and self.width_step == 1)
@@ -177,6 +187,20 @@ class Domain(AnyDomain):
                 f"batch_heads must be None or at least {LEAST_BATCH_HEADS}, because laws call batches of as many, "
                 f"got {self.batch_heads!r}"
             )
+
+    def _check_promises(self) -> None:
+        """Raise ValueError for a promise that no law judges."""
+        no_state = "" if self.initial_state else "initial_state=False"
+        carries = no_state or ("final_states=none" if self.final_states == "none" else "longest=1" if self.longest == 1 else "")
+        batched = "" if self.batched else "batched=False"
+        steps = "" if self.length_step == 1 else f"length_step={self.length_step}"
+        lacking = {
+            "split_invariant": carries,
+            "packed_equals_dense": batched or ("" if self.packed else "packed=False"),
+            "absent_state_equals_zeros": no_state,
+            "decode_equals_prefill": carries or batched or steps,
+        }
+        check_promises(self, lacking)
 
     def _check_choices_of_flags(self) -> None:
         """Raise ValueError for a field that is neither True nor False, nor a tuple that says more."""

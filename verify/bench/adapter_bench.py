@@ -7,7 +7,8 @@ shapes and dtypes of the operation's contract.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from verify.bench import ways
 from verify.bench.addresses import Place
 from verify.bench.answer import outputs_of
 from verify.bench.at_once import TIMES, in_threads, on_streams
-from verify.bench.faults import AdapterFault, no_memory
+from verify.bench.faults import AdapterFault, OutOfMemory, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
 from verify.bench.placing import between, in_layout, placed, shares_a_slot, tensors_of
@@ -36,6 +37,7 @@ from verify.process.stacks import Mark, marked
 from verify.reach import recorder
 
 T = TypeVar("T")
+UNLIKE: weakref.WeakKeyDictionary[Adapter, set[str]] = weakref.WeakKeyDictionary()  # promises that this process saw not kept
 
 
 class Ready(Protocol):
@@ -67,6 +69,7 @@ class AdapterBench(Watched):
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.ready: Ready | None = None
         self.way = ways.Plain()  # how outputs and gradients are computed
+        self.kept: dict[str, bool] = {}  # promises that the domain does not make, and whether they were kept
 
     @property
     def algorithm(self) -> str:
@@ -120,6 +123,21 @@ class AdapterBench(Watched):
             return found if found.finer is None else dataclasses.replace(found, finer=self._finer(found))
 
         return finer
+
+    def note(self, promise: str, got: Results, want: Callable[[], Results]) -> None:
+        """Note whether results equal others bit for bit, which the domain does not promise.
+
+        After the first difference in this process, nothing more is called for that promise. A call that fails is a difference.
+        """
+        unlike, impure = UNLIKE.setdefault(self.adapter, set()), list(self.impure)
+        self.kept[promise] = False
+        if promise not in unlike:
+            with contextlib.suppress(AdapterFault, OutOfMemory):
+                others = want()
+                self.kept[promise] = all(torch.equal(value, others[name]) for name, value in got.items())
+            self.impure = impure
+        if not self.kept[promise]:
+            unlike.add(promise)
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth without tolerances."""

@@ -343,8 +343,9 @@ def _print_end(checking: Check, wall_s: float, out: TextIO, told: End) -> None:
     if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
         print_line(f"not run, because the time was up: {', '.join(names)}", out)
     print_line(("interrupted: " if told.interrupted else "") + _summary(checking, wall_s), out)
-    if slow := text.one_by_one(reports):
-        print_line("\n".join(slow), out)
+    for part in (text.one_by_one(reports), text.kept_promises(reports)):
+        if part:
+            print_line("\n".join(part), out)
     if notice := text.fault_notice(reports):
         print_line(notice, out)
 

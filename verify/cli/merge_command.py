@@ -62,5 +62,7 @@ def _print(record: Record, files: int, out: TextIO) -> None:
         print_line(f"not run in every shard: {', '.join(end.not_run)}", out)
     verdicts = text.verdict_counts(record.reports)
     print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
+    if kept := text.kept_promises(record.reports):
+        print_line("\n".join(kept), out)
     if end.exit_code == UNDECIDED and not end.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:
         print_line("undecided: not all that was asked for was run or looked at", out)

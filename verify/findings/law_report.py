@@ -69,6 +69,8 @@ class LawReport:
     wall_s: float = 0.0
     shrink_s: float = 0.0  # of `wall_s`, the seconds of shrinking and explaining the broken run
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)  # promises that the domain does not make: cases that kept them
+    unkept: dict[str, int] = dataclasses.field(default_factory=dict)  # and cases that did not
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. Infinity, which JSON lacks, is a string."""
@@ -97,6 +99,9 @@ class LawReport:
             self.regimes[key] = self.regimes.get(key, 0) + 1
         for kernel, launches in outcome.one_by_one.items():
             self.one_by_one[kernel] = self.one_by_one.get(kernel, 0) + launches
+        for promise, kept in outcome.kept.items() if outcome.verdict is Verdict.HOLDS else ():
+            counts = self.kept if kept else self.unkept
+            counts[promise] = counts.get(promise, 0) + 1
         if outcome.verdict in DECIDED:
             self.reach.add(outcome.reach)
         self.kernel_s += outcome.kernel_s

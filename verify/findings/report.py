@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from verify.execution.line import Run
 from verify.findings.blocks import BLOCKS, block_lines
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import ENOUGH, LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict
 
@@ -91,6 +91,18 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
         launches.update(report.one_by_one)
     lines = [f"  {kernel} ({count} launches)" for kernel, count in sorted(launches.items())]
     return ["kernels whose programs could not run together, so that races in them may be missed:", *lines] if lines else []
+
+
+def kept_promises(reports: Sequence[LawReport]) -> list[str]:
+    """A line about the promises to the bit that the domain does not make, and that every case of a law kept; or nothing."""
+    names = [
+        f"{promise} ({count} cases of {report.law})"
+        for report in reports
+        if report.verdict is Verdict.HOLDS and not report.cut_short
+        for promise, count in report.kept.items()
+        if count >= ENOUGH and not report.unkept.get(promise)
+    ]
+    return [f"kept to the bit, though not promised: {', '.join(names)}"] if names else []
 
 
 def repeat_command(report: LawReport, run: str) -> str:

@@ -174,6 +174,7 @@ class Outcome:
     # Launches whose programs could not be interpreted together: the number of launches for each "kernel: reason".
     one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the case looked at
+    kept: dict[str, bool] = dataclasses.field(default_factory=dict)  # promises that the domain does not make: whether it keeps them
     idle: bool = False  # of a rank: it has no part in the case
 
     @property

@@ -77,6 +77,8 @@ def _law(reports: Sequence[LawReport]) -> LawReport | None:
         regimes=_sum(report.regimes for report in reports),
         left_out=_sum(report.left_out for report in reports),
         one_by_one=_sum(report.one_by_one for report in reports),
+        kept=_sum(report.kept for report in reports),
+        unkept=_sum(report.unkept for report in reports),
         planned=sum(report.planned for report in ran),
         cut_short=any(report.cut_short for report in reports),
         known=list(dict.fromkeys(line for report in reports for line in report.known)),
