@@ -272,7 +272,7 @@ class Exact(Recurrent):
     """Token by token: each promise to the bit holds."""
 
     domain = Domain(
-        key_dims=(4, 16),
+        key_dims=(24, 64),
         value_dims=(4, 16),
         split_invariant=True,
         packed_equals_dense=True,

@@ -52,7 +52,7 @@ def outcomes(
 def test_a_promise_that_is_kept_holds(promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for backward in (False, True):
         domain = dataclasses.replace(right_words.Exact.domain, backward=backward)
-        found = outcomes(right_words.Exact(), PROMISES[promise], domain, 6, monkeypatch)
+        found = outcomes(right_words.Exact(), PROMISES[promise], domain, 3, monkeypatch)
         assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, found
         assert not any(outcome.kept for outcome in found), "what is promised is judged"
 
