@@ -315,3 +315,20 @@ def always(kind: type[Any], eps: float, form: str) -> type[Any]:
         return kind.run(self, x.replaced(qk_norm_eps=eps, qk_norm_form=form), *place)
 
     return type("Always", (kind,), {"run": run})
+
+
+class LeastNormEngine(AsToldEngine):
+    """A serving engine whose norm is at least 1e-6 in every call."""
+
+    domain = TraceDomain(qk_norm_forms=("max",))
+
+    def normed(self, x: Tensor) -> Tensor:
+        return told(x, 1e-6, "max").repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
+
+
+class AddsEpsLayer(AsToldLayer):
+    """Wrong: eps is added to the norm."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k = ((t.float() / (t.float().norm(dim=-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (x.q, x.k))
+        return Layered.rule(self, x.replaced(q=q, k=k, qk_norm=False))

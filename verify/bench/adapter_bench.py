@@ -85,7 +85,8 @@ class AdapterBench(Watched):
 
     def _with_norm(self, inputs: Inputs) -> Inputs:
         """The inputs with the norm of q and k that a run is judged by. Laws of pools make their inputs without `call`."""
-        return inputs.replaced(**self.norm) if self.norm and inputs.get("qk_norm") else inputs
+        normed = inputs.get("qk_norm", "qk_norm_eps" in inputs)  # a layer has a norm in every call
+        return inputs.replaced(**self.norm) if self.norm and normed else inputs
 
     def bounds(
         self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None, *, restarts: Restarts = ()

@@ -45,6 +45,7 @@ class TraceBench(Watched):
         self.law_device = "cpu"  # laws compare copies
         self.domain: TraceDomain = adapter.domain
         self.declared: Mapping[str, Any] = MappingProxyType({})
+        self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.padding_rows = 0  # of the last batch, if they have a slot
 
     def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
@@ -78,6 +79,7 @@ class TraceBench(Watched):
         says = {"algorithm": self.adapter.algorithm, "chunk": self.adapter.chunk, **self.declared}
         algorithm, chunk = (says["algorithm"], says["chunk"]) if kind == "p" else ("recurrent", None)
         with self.timed("oracle_s"), devices.default("cpu"):
+            inputs = inputs.replaced(**self.norm)
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
 
     def call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:

@@ -11,11 +11,16 @@ from typing import Any
 from oracles.norm import NORM_FORMS
 from properties.books import book_of
 from properties.laws.law import Law
+from properties.layers.case import LayerCase
+from properties.layers.domain import LayerDomain
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain
 from properties.rules.case import Case, overflows
 from properties.rules.domain import Domain
 from properties.rules.numbers import NORM_EPS
+from properties.traces.case import TraceCase
+from properties.traces.domain import TraceDomain
+from properties.words.domain import VIEWS
 from properties.words.example import Example
 from verify.engine.asking import Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
@@ -37,6 +42,7 @@ YES, AFRESH, NO = "yes", "only afresh", "no"  # whether a failure repeats
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 PATHS = ("packed",)  # those of them that decide about the path
 SHAPES = {"lengths", "trace"}  # words by which a case gets shorter
+NEIGHBOURS_LAST = ("sliced", "offset")  # the views whose last axis is contiguous, with stride 1
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -84,7 +90,8 @@ def _with_small_values(example: Example) -> Example:
 
 
 def _normed(example: Example) -> bool:
-    return isinstance(example.case, Case | PoolCase) and example.case.qk_norm
+    case = example.case
+    return isinstance(case, LayerCase | TraceCase) or (isinstance(case, Case | PoolCase) and case.qk_norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +108,8 @@ class Way:
         case = run.example.case
         if not (self.norm and _normed(run.example)):
             return run
-        forward = (
-            {"backward": False} if case.dtype == "fp16" and isinstance(case, Case) and overflows(*self.declared.values()) else {}
-        )
+        graded = case.dtype == "fp16" and isinstance(case, Case | LayerCase)
+        forward = {"backward": False} if graded and overflows(*self.declared.values()) else {}
         case = dataclasses.replace(case, **self.declared, **forward)
         return dataclasses.replace(run, example=dataclasses.replace(run.example, case=case))
 
@@ -115,11 +121,12 @@ class Way:
 def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
     """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG, and other norms if runs have one."""
     domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
-    normed = isinstance(domain, Domain) and domain.qk_norm and all(_normed(run.example) for run in runs)
+    has_norm = isinstance(domain, LayerDomain | TraceDomain) or (isinstance(domain, Domain) and domain.qk_norm)
+    normed = has_norm and all(_normed(run.example) for run in runs)
     return [*_roundings(described, runs), *(_norms(domain) if normed else ())]
 
 
-def _norms(domain: Domain) -> Iterator[Way]:
+def _norms(domain: Any) -> Iterator[Way]:
     """The norms of q and k that the domain does not have."""
     for form, eps in itertools.product(NORM_FORMS, NORM_EPS):
         if form not in domain.qk_norm_forms or eps not in domain.qk_norm_eps:
@@ -142,6 +149,118 @@ def _roundings(described: Described, runs: Sequence[Run]) -> list[Way]:
     if described.domain.operation == "causal_conv1d" and not described.domain.backward:
         return [Way("rounds_products = True", {"rounds_products": True})]
     return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """A limit that a domain might declare: in words, as fields of the domain if the examples inside need them, which examples it
+    excludes, and such an example as the limit allows it: every one of these must hold. With `raised`, only for calls that raise.
+    """
+
+    words: str
+    excludes: Callable[[Example], bool]
+    inside: Callable[[Example], Sequence[Example]]
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    raised: bool = False
+
+
+def would_hold_within(
+    described: Described,
+    runs: Sequence[Run],
+    outcome: Outcome,
+    worker: Answering,
+    store: Store,
+    more: Callable[[], bool] = lambda: True,
+    others: Callable[[], Sequence[Run]] = list,
+) -> list[str]:
+    """Limits of the domain, as text such as "nothing = False", each of which alone would exclude all these broken runs.
+
+    The same runs as the limit allows them must hold, and of the runs that `others()` returns none that the limit allows may be
+    broken. Only the adapter's author knows whether the limit is meant.
+    """
+    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    raised = outcome.kind is FailureKind.RAISED
+    known = _limits(domain, pool=domain is not described.domain) if isinstance(domain, Domain) else ()
+    limits = [limit for limit in known if raised or not limit.raised]
+    limits = [limit for limit in limits if all(limit.excludes(run.example) for run in runs)]
+
+    def verdicts(asked: Sequence[Run], limit: Limit) -> list[Verdict]:
+        declared = {"domain": limit.fields} if limit.fields else {}
+        return [ask(run, worker, store, declared).verdict if more() else Verdict.UNKNOWN for run in asked]
+
+    def holds(limit: Limit) -> bool:
+        asked = [
+            dataclasses.replace(run, example=example)
+            for run in runs
+            for example in limit.inside(run.example)
+            if _accepted(run.the_law, example)
+        ]
+        return bool(asked) and {*verdicts(asked, limit)} == {Verdict.HOLDS}
+
+    limits = [limit for limit in limits if holds(limit)]
+    near = others() if limits else []
+    return [
+        f"{limit.words} in its domain"
+        for limit in limits
+        if not {Verdict.BROKEN, Verdict.UNKNOWN} & {*verdicts([run for run in near if not limit.excludes(run.example)], limit)}
+    ]
+
+
+def _accepted(law: Law, example: Example) -> bool:
+    try:
+        law.accept(example)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_words(example: Example, **words: Any) -> list[Example]:
+    """The example with other words of its case; nothing if these are not legal."""
+    try:
+        return [dataclasses.replace(example, case=dataclasses.replace(example.case, **words))]
+    except ValueError:
+        return []
+
+
+def _limits(domain: Domain, *, pool: bool) -> Iterator[Limit]:
+    """The limits that a domain of rules, or of the rule of a pool, might declare and does not."""
+
+    def without_tokens(example: Example) -> bool:
+        return not sum(example.case.lengths)
+
+    def other_views(example: Example) -> bool:
+        return example.variant in {*VIEWS, "far_heads"} - {*NEIGHBOURS_LAST}
+
+    def doubled_inside(example: Example) -> bool:
+        return example.case.beta == "two" and example.case.in_kernel in ("beta", "both")
+
+    def one_dtype(example: Example) -> bool:
+        return example.case.in_kernel in ("gate", "both") and example.case.parameter_dtype != "mixed"
+
+    def several_tokens(example: Example) -> bool:
+        longest: int = max(example.case.lengths)
+        return longest > 1
+
+    def beta_given(example: Example) -> list[Example]:
+        return _with_words(example, in_kernel={"beta": "none", "both": "gate"}[example.case.in_kernel])
+
+    def single_tokens(example: Example) -> list[Example]:
+        return _with_words(example, lengths=tuple(min(length, 1) for length in example.case.lengths))
+
+    if domain.nothing and not pool:
+        one = lambda example: _with_words(example, lengths=(domain.length_step,) * len(example.case.lengths))  # noqa: E731
+        yield Limit("nothing = False", without_tokens, one)
+    if domain.views is True and not pool:
+        near = lambda example: [dataclasses.replace(example, variant=how) for how in NEIGHBOURS_LAST]  # noqa: E731
+        yield Limit(f"views = {NEIGHBOURS_LAST}", other_views, near)
+    if domain.negative_eigenvalues is True and {*domain.in_kernel} & {"none", "gate"}:
+        yield Limit("negative_eigenvalues = ('given',)", doubled_inside, beta_given)
+    if "mixed" not in domain.parameter_dtypes:
+        fields = {"parameter_dtypes": ("mixed",)}
+        mixed = functools.partial(_with_words, parameter_dtype="mixed")
+        yield Limit("parameter_dtypes = ('mixed',)", one_dtype, mixed, fields, raised=True)
+    if domain.longest is None and domain.length_step == 1 and not pool:
+        yield Limit("longest = 1", several_tokens, single_tokens, raised=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from verify.engine.asking import Described, ask, ask_afresh, ask_all, most_at_on
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import Look, batches, of_law, seeded
-from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold
+from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold, would_hold_within
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE, Shard
 from verify.engine.shrink import similar, with_ordinary_numbers
@@ -467,14 +467,17 @@ class LawCheck:
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
         self._keep(smallest, best, "shrunk")
-        if again and isinstance(worker, Worker):
+        refused = best.kind is FailureKind.RAISED and report.repeats == YES
+        if (again or refused) and isinstance(worker, Worker):
             end = time.monotonic() + limit_s(run)
 
             def more() -> bool:
                 return not common.over and time.monotonic() < end
 
-            others = functools.partial(self._others, run)
-            report.otherwise = would_hold(common.described, (smallest, run), worker, common.store, more, others)
+            others = functools.cache(functools.partial(self._others, run))
+            asked = common.described, (smallest, run)
+            report.otherwise = would_hold(*asked, worker, common.store, more, others) if again else []
+            report.otherwise += would_hold_within(*asked, best, worker, common.store, more, others)
         report.shrink_s = time.monotonic() - start
         report.wall_s += report.shrink_s
         return report

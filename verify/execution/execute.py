@@ -13,6 +13,7 @@ from properties.books import book_of
 from properties.calls.case import CallCase
 from properties.pools.domain import PoolDomain
 from properties.rules.numbers import NORM_EPS
+from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
 from verify.bench.adapter_bench import AdapterBench, Ready
@@ -23,6 +24,7 @@ from verify.bench.places import layout, where
 from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
+from verify.execution.norms import with_norm
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
@@ -45,7 +47,8 @@ def execute(
       (verify/execution/shared_bounds.py).
     - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
     - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
-      The words `qk_norm_eps` and `qk_norm_form` replace those of a rule's case, and its domain has them too.
+      The words `qk_norm_eps` and `qk_norm_form` replace those of the case, and its domain has them too. `domain` has fields of the
+      domain, or of a pool's rule, that are replaced.
     """
     adapter = adapter_of(run.adapter)
     if book_of(adapter.domain) is not book_of(run.example.case):
@@ -68,7 +71,7 @@ def _executed(
     _bring(run.adapter)
     counterpart, case = _counterpart(run, adapter), run.example.case
     norm = {name: declared[name] for name in ("qk_norm_eps", "qk_norm_form") if name in declared}
-    domain = _with_norm(adapter.domain, **norm) if norm else adapter.domain
+    domain = with_norm(adapter.domain, **norm) if norm else _with_fields(adapter.domain, declared.get("domain", {}))
     reason = law.needs(domain) or domain.outside(case) or law.outside(domain, run.example)
     if reason is None and counterpart is not None:
         reason = counterpart.domain.outside(dataclasses.replace(case, lengths=(1,) * len(case.lengths)))  # it gets single tokens
@@ -85,7 +88,7 @@ def _executed(
             bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
         elif declared:
             bench.says = copy.copy(adapter)
-            bench.says.__dict__.update(declared)
+            bench.says.__dict__.update({name: value for name, value in declared.items() if name != "domain"})
         need = case.bytes if ready is None else max(case.bytes, ready.bytes)
         with turn(run.device, need), following(run.tune) as used:
             places, lay_out = functools.partial(where, case), functools.partial(layout, case)
@@ -104,12 +107,11 @@ def _executed(
     return outcome
 
 
-def _with_norm(domain: Any, qk_norm_eps: str, qk_norm_form: str) -> Any:
-    """The domain of a rule, or of a pool, with one more eps and form of the norm of q and k."""
+def _with_fields(domain: Any, fields: Mapping[str, Any]) -> Any:
+    """The domain of a rule, or that of a pool, with other fields of the rule."""
     if isinstance(domain, PoolDomain):
-        return dataclasses.replace(domain, rule=_with_norm(domain.rule, qk_norm_eps, qk_norm_form))
-    eps, forms = (*domain.qk_norm_eps, qk_norm_eps), (*domain.qk_norm_forms, qk_norm_form)
-    return dataclasses.replace(domain, qk_norm_eps=tuple(dict.fromkeys(eps)), qk_norm_forms=tuple(dict.fromkeys(forms)))
+        return dataclasses.replace(domain, rule=_with_fields(domain.rule, fields)) if fields else domain
+    return dataclasses.replace(domain, **{name: frozen(value) for name, value in fields.items()}) if fields else domain
 
 
 @functools.cache

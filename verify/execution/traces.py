@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from properties.rules.numbers import NORM_EPS
 from verify.adapters.base import TraceAdapter
 from verify.bench.trace_bench import TraceBench, layout_of, place_of
 from verify.execution.judge import NOTHING
 from verify.execution.judging import following, judged
 from verify.execution.line import Run
+from verify.execution.norms import with_norm
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 
@@ -21,12 +23,17 @@ def execute_trace(
 ) -> Outcome:
     """Execute a run of a serving engine in this process (see verify/execution/execute.py)."""
     law, case = run.the_law, run.example.case
-    if reason := law.needs(adapter.domain) or adapter.domain.outside(case):
+    norm = {name: declared[name] for name in ("qk_norm_eps", "qk_norm_form") if name in declared}
+    domain = with_norm(adapter.domain, **norm) if norm else adapter.domain
+    if reason := law.needs(domain) or domain.outside(case):
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
     if run.device == "cuda" and not devices.gpus():
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     bench = TraceBench(adapter, case, run.products, run.device)
-    bench.declared = declared
+    if norm:
+        bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
+    else:
+        bench.declared = declared
     with following(run.tune) as used:
         outcome = judged(law, bench, run.example, place_of, layout_of, case.bytes, excused)
     outcome.tuned = dict(used)
