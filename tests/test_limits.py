@@ -81,7 +81,7 @@ LIMITS = [
         "lengths=5 key_dim=4 value_dim=4 dtype=bf16 in_kernel=gate backward=no",
         "parameter_dtypes = ('mixed',)",
     ),
-    ("OneToken", "Domain()", "law=oracle", "lengths=5 key_dim=4 value_dim=4 backward=no", "longest = 1"),
+    ("OneToken", "Domain()", "law=oracle", "lengths=2 key_dim=4 value_dim=4 backward=no", "longest = 1"),
 ]
 DOMAINS = {
     "Domain()": Domain(),
@@ -101,6 +101,9 @@ def test_a_limit_is_named_if_all_that_it_allows_holds(
     assert outcome.verdict is Verdict.BROKEN
     assert would_hold_within(says, [run], outcome, worker, store) == [f"{limit} in its domain"]
     assert would_hold_within(says, [run], outcome, worker, store, lambda: False) == []
+    if limit == "longest = 1":
+        longer = Run.parse(str(run).replace("lengths=2", "lengths=5"))
+        assert would_hold_within(says, [longer], outcome, worker, store) == [], "perhaps it raises in longer calls only"
     inside = Run.parse(f"law=oracle adapter={kernel}:Unsaid lengths=1 key_dim=4 value_dim=4 state=random backward=no")
     if domain == "Domain()":
         assert would_hold_within(says, [run, inside], outcome, worker, store) == [], "it does not exclude every broken run"

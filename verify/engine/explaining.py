@@ -43,6 +43,7 @@ FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 PATHS = ("packed",)  # those of them that decide about the path
 SHAPES = {"lengths", "trace"}  # words by which a case gets shorter
 NEIGHBOURS_LAST = ("sliced", "offset")  # the views whose last axis is contiguous, with stride 1
+ONE_TOKEN, FEWEST = "longest = 1", 2  # this limit is tried if the smallest case has two tokens
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -182,6 +183,8 @@ def would_hold_within(
     raised = outcome.kind is FailureKind.RAISED
     known = _limits(domain, pool=domain is not described.domain) if isinstance(domain, Domain) else ()
     limits = [limit for limit in known if raised or not limit.raised]
+    if min(max(getattr(run.example.case, "lengths", (0,))) for run in runs) != FEWEST:  # a single run of more tokens is no reason
+        limits = [limit for limit in limits if limit.words != ONE_TOKEN]
     limits = [limit for limit in limits if all(limit.excludes(run.example) for run in runs)]
 
     def verdicts(asked: Sequence[Run], limit: Limit) -> list[Verdict]:
@@ -260,7 +263,7 @@ def _limits(domain: Domain, *, pool: bool) -> Iterator[Limit]:
         mixed = functools.partial(_with_words, parameter_dtype="mixed")
         yield Limit("parameter_dtypes = ('mixed',)", one_dtype, mixed, fields, raised=True)
     if domain.longest is None and domain.length_step == 1 and not pool:
-        yield Limit("longest = 1", several_tokens, single_tokens, raised=True)
+        yield Limit(ONE_TOKEN, several_tokens, single_tokens, raised=True)
 
 
 @dataclasses.dataclass(frozen=True)
