@@ -96,7 +96,7 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
 def kept_promises(reports: Sequence[LawReport]) -> list[str]:
     """A line about the promises to the bit that the domain does not make, and that every case of a law kept; or nothing."""
     names = [
-        f"{promise} ({count} cases of {report.law})"
+        promise
         for report in reports
         if report.verdict is Verdict.HOLDS and not report.cut_short
         for promise, count in report.kept.items()
