@@ -12,8 +12,8 @@ from torch import Tensor
 from oracles.layer import KdaLayer, Layer
 from oracles.operation import Inputs, gradient_name
 from verify.adapters.contract import contract_of
+from verify.adapters.foreign import WORDS
 from verify.adapters.loader import load
-from verify.adapters.process_adapter import WORDS
 
 DTYPES = {word: dtype for dtype, word in WORDS.items()}
 LAYERS = {"gdn_layer": Layer, "kda_layer": KdaLayer}

@@ -44,7 +44,18 @@ LIBRARIES = {
 }
 CALLS = ("import_module", "__import__", "eval", "exec", "compile", "load")
 SOME_CALL = re.compile(rf"\b(?:{'|'.join(CALLS)})\s*\(")
-ADAPTED = {"flashinfer", "sglang", "transformers", "vllm"}  # besides, what adapters alone may import
+ADAPTED = {
+    "cupy",
+    "flashinfer",
+    "jax",
+    "ml_dtypes",
+    "mlx",
+    "onnx",
+    "onnxruntime",
+    "sglang",
+    "transformers",
+    "vllm",
+}  # besides, what adapters alone may import
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
 

@@ -11,21 +11,27 @@ if TYPE_CHECKING:
     from properties.pools.domain import PoolDomain as PoolDomain
     from properties.rules.domain import Domain as Domain
     from properties.traces.domain import TraceDomain as TraceDomain
+    from verify.adapters.array_adapter import ArrayAdapter as ArrayAdapter
     from verify.adapters.base import Adapter as Adapter
     from verify.adapters.base import Engine as Engine
     from verify.adapters.base import PathAdapter as PathAdapter
     from verify.adapters.base import TraceAdapter as TraceAdapter
+    from verify.adapters.c_library import CLibrary as CLibrary
+    from verify.adapters.onnx_adapter import OnnxAdapter as OnnxAdapter
     from verify.adapters.process_adapter import ProcessAdapter as ProcessAdapter
 
 __version__ = "0.1.0"
 __all__ = [
     *(
         "Adapter",
+        "ArrayAdapter",
+        "CLibrary",
         "CallDomain",
         "Domain",
         "Engine",
         "LayerDomain",
         "ModuleDomain",
+        "OnnxAdapter",
         "PathAdapter",
         "PathDomain",
         "PoolDomain",
@@ -37,11 +43,14 @@ __all__ = [
 
 _PLACES = {
     "Adapter": "verify.adapters.base",
+    "ArrayAdapter": "verify.adapters.array_adapter",
+    "CLibrary": "verify.adapters.c_library",
     "CallDomain": "properties.calls.domain",
     "Domain": "properties.rules.domain",
     "Engine": "verify.adapters.base",
     "LayerDomain": "properties.layers.domain",
     "ModuleDomain": "properties.modules.domain",
+    "OnnxAdapter": "verify.adapters.onnx_adapter",
     "PathAdapter": "verify.adapters.base",
     "PathDomain": "properties.paths.domain",
     "PoolDomain": "properties.pools.domain",

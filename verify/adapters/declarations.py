@@ -13,10 +13,14 @@ from typing import Any
 from oracles import PRODUCTS
 from oracles.operations import OPERATIONS
 from properties.books import BOOKS
+from verify.adapters.array_adapter import ArrayAdapter
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.c_library import CLibrary
+from verify.adapters.onnx_adapter import OnnxAdapter
 from verify.adapters.process_adapter import ProcessAdapter
 
 CLOSE = 0.75  # `chunks`, `folded` and `counter_part` are this close to what was meant, `blocks` is to nothing
+FOREIGN = (ArrayAdapter, CLibrary, OnnxAdapter, ProcessAdapter)
 BASES = (Adapter, PathAdapter, TraceAdapter)
 CALLABLE = (types.FunctionType, classmethod, staticmethod)
 
@@ -33,7 +37,7 @@ def misspelt(adapter: Implementation) -> str | None:
 
     It is not suspicious if the same class also sets the declaration that was meant, or if another value hides it.
     """
-    kind: type[Implementation] = next(kind for kind in (ProcessAdapter, *BASES) if isinstance(adapter, kind))
+    kind: type[Implementation] = next(kind for kind in (*FOREIGN, *BASES) if isinstance(adapter, kind))
     known = _public(kind)
     hidden = {*known, "operation"}
     for place, names in _written(adapter, kind):

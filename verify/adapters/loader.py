@@ -16,11 +16,11 @@ from properties.paths.domain import PathDomain
 from properties.traces.domain import TraceDomain
 from properties.words.sizes import LARGEST_CHUNK, MOST
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
-from verify.adapters.declarations import misspelt
+from verify.adapters.declarations import FOREIGN, misspelt
+from verify.adapters.foreign import ForeignAdapter
 from verify.adapters.interface import Unavailable
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
-from verify.adapters.process_adapter import ProcessAdapter, wrong_command
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
 
 AnyAdapter = Adapter | PathAdapter | TraceAdapter
@@ -66,7 +66,7 @@ def _animals(spec: str) -> Mapping[str, Kind]:
 
 
 def _is_adapter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in (*AnyAdapter.__args__, ProcessAdapter)
+    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in (*AnyAdapter.__args__, *FOREIGN)
 
 
 def make(kind: Kind, spec: str) -> AnyAdapter:
@@ -110,7 +110,7 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, least in adapter.requires.items():
         if not is_version(least):
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
-    if isinstance(adapter, ProcessAdapter) and (wrong := wrong_command(adapter)):
+    if isinstance(adapter, ForeignAdapter) and (wrong := adapter._wrong()):
         raise AdapterError(f"adapter {spec}: {wrong}")
     if wrong := misspelt(adapter):
         raise AdapterError(f"adapter {spec}: {wrong}")

@@ -1,0 +1,130 @@
+"""An adapter whose implementation is an ONNX model, or a node of ONNX."""
+
+import functools
+import importlib.util
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from verify.adapters.array_adapter import numpy_of, tensor_of
+from verify.adapters.foreign import Call, FileAdapter, Place
+
+RUNTIMES = ("onnxruntime", "reference")
+TYPES = {
+    torch.float32: "FLOAT",
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+    torch.float64: "DOUBLE",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+}
+
+
+class OnnxAdapter(FileAdapter):
+    """A model that computes an operation. It has no gradients.
+
+    - `model`: the path of a model, an `onnx.ModelProto`, an `onnx.NodeProto`, or a method that returns one of these for the inputs
+      `x` of a call, which are tensors of torch. A node lists all the inputs that it can have: those that a call lacks are left out.
+    - `names`: for each tensor that the model calls otherwise, its name there, such as {"state": "past_state"}.
+    - `runtime`: "onnxruntime", on a CPU, or "reference", the evaluator of the package onnx.
+    - `folder`, `layout` and `absent` as for a FileAdapter.
+    """
+
+    model: ClassVar[Any] = None
+    names: ClassVar[Mapping[str, str]] = {}
+    runtime: ClassVar[str] = "onnxruntime"
+    _named_by = "model"
+
+    def bring(self) -> None:
+        """Import the runtime."""
+        importlib.import_module("onnxruntime" if self.runtime == "onnxruntime" else "onnx.reference")
+
+    def _wrong(self) -> str | None:
+        if self.runtime not in RUNTIMES:
+            return f"runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}"
+        for package in ("onnx", "onnxruntime")[: 2 if self.runtime == "onnxruntime" else 1]:
+            if importlib.util.find_spec(package) is None:
+                return f"runtime {self.runtime} needs {package}, which is not installed: pip install {package}"
+        if self.model is None:
+            return "model must be a path, a model or node of onnx, or a method that returns one, got None"
+        if isinstance(self.model, str) and (missing := self._missing("model", self.model)):
+            return missing
+        return "domain must have backward=False: a model has no gradients" if getattr(self.domain, "backward", False) else None
+
+    def _ask(self, call: Call, word: str, sent: Mapping[Place, Tensor], asked: Sequence[Place]) -> list[Tensor]:
+        assert word == "call", word
+        inputs = {self.names.get(place.name, place.name): place.theirs(x) for place, x in sent.items()}
+        outputs = [self.names.get(place.name, place.name) for place in asked]
+        model = self.model(call.x) if callable(self.model) else self.model
+        if isinstance(model, str):
+            model = self._path(model)
+        else:
+            model = (_model_of_node(model, inputs, outputs) if hasattr(model, "op_type") else model).SerializeToString()
+        runs = _loaded(self.runtime, model)
+        for kind, names, there in (("input", inputs, runs.inputs), ("output", outputs, runs.outputs)):
+            if lacking := {*names} - {*there}:
+                raise ValueError(f"the model has no {kind} {min(lacking)}, it has {', '.join(there)}: `names` may rename them")
+        return runs(outputs, inputs)
+
+
+class _InOnnxruntime:
+    """A model in ONNX Runtime on a CPU. Tensors pass by dlpack, which alone has bfloat16 in both directions."""
+
+    def __init__(self, model: str | bytes) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1  # each worker has one core
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.inputs = [port.name for port in self._session.get_inputs()]
+        self.outputs = [port.name for port in self._session.get_outputs()]
+
+    def __call__(self, outputs: Sequence[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The outputs of these names."""
+        import onnxruntime
+
+        values = {name: onnxruntime.OrtValue.from_dlpack(x) for name, x in inputs.items()}
+        return [torch.utils.dlpack.from_dlpack(value).clone() for value in self._session.run_with_ort_values(outputs, values)]
+
+
+class _InReference:
+    """A model in the evaluator of the package onnx, on arrays of NumPy."""
+
+    def __init__(self, model: str | bytes) -> None:
+        import onnx.reference
+
+        self._evaluator = onnx.reference.ReferenceEvaluator(model)
+        self.inputs, self.outputs = self._evaluator.input_names, self._evaluator.output_names
+
+    def __call__(self, outputs: Sequence[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The outputs of these names."""
+        found = self._evaluator.run(outputs, {name: numpy_of(x) for name, x in inputs.items()})
+        return [tensor_of(array) for array in found]
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(runtime: str, model: str | bytes) -> _InOnnxruntime | _InReference:
+    """A model in a runtime. `model` is a path, or the bytes of a model."""
+    return _InOnnxruntime(model) if runtime == "onnxruntime" else _InReference(model)
+
+
+def _model_of_node(node: Any, inputs: Mapping[str, Tensor], outputs: Collection[str]) -> Any:
+    """The model of one node, for inputs of these shapes. Inputs that it lists and the call lacks are left out."""
+    from onnx import TensorProto, defs, helper
+
+    copy = type(node)()
+    copy.CopyFrom(node)
+    copy.input[:] = [name if name in inputs else "" for name in node.input]
+    schema = defs.has(node.op_type, node.domain) and defs.get_schema(node.op_type, node.domain)
+    version = helper.make_opsetid(node.domain, schema.since_version if schema else 1)
+    takes = [
+        helper.make_tensor_value_info(name, getattr(TensorProto, TYPES[x.dtype]), [*x.shape])
+        for name, x in inputs.items()
+        if name in node.input
+    ]
+    gives = [helper.make_empty_tensor_value_info(name) for name in outputs if name in node.output]
+    graph = helper.make_graph([copy], node.op_type, takes, gives)
+    least = helper.find_min_ir_version_for([version], ignore_unknown=True)
+    return helper.make_model(graph, opset_imports=[version], ir_version=least)
