@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verify
-from tests.pages import code_column, codes, items, reference, section, table
+from tests.pages import code_column, codes, items, reference, section, table, tables
 from tests.sources import BOOK_BY_NAME, ROOT, definition, fields, short_repr
 
 # docs/reference/adapters.md
@@ -29,14 +29,30 @@ def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) ->
     assert {*code_column(table(text, "method"), "method")} == {f"{name}({words})" for name, words in parameters.items()}
 
 
-def test_the_attributes_of_a_process_adapter_are_in_both_pages() -> None:
-    own = {name: value for name, value in public_names(verify.ProcessAdapter).items() if name not in public_names(verify.Adapter)}
-    rows = table(section(reference("adapters"), "ProcessAdapter"), "attribute")
-    assert {codes(row["attribute"])[0]: codes(row["default"])[0] for row in rows} == {
-        name: short_repr(value) for name, value in own.items()
+@pytest.mark.parametrize(
+    ("kind", "page", "title"),
+    [
+        (verify.ProcessAdapter, "any-language", "The adapter"),
+        (verify.ArrayAdapter, "arrays", "JAX, MLX, NumPy, CuPy"),
+        (verify.OnnxAdapter, "arrays", "ONNX"),
+        (verify.CLibrary, "arrays", "A C library"),
+    ],
+    ids=lambda kind: getattr(kind, "__name__", ""),
+)
+def test_the_attributes_of_adapters_outside_torch_are_in_both_pages(kind: type, page: str, title: str) -> None:
+    own = {name: value for name, value in public_names(kind).items() if name not in public_names(verify.Adapter)}
+    text = section(reference("adapters"), kind.__name__)
+    defaults = {name: short_repr(value) for name, value in own.items() if not callable(value)}
+    assert {codes(row["attribute"])[0]: codes(row["default"])[0] for row in table(text, "attribute")} == defaults
+    methods = {name: ", ".join(inspect.signature(value).parameters) for name, value in own.items() if callable(value)}
+    assert {*code_column([row for rows in tables(text) for row in rows if "method" in row], "method")} == {
+        f"{name}({words})" for name, words in methods.items()
     }
-    page = section((ROOT / "docs" / "how-to" / "any-language.md").read_text(), "The adapter")
-    assert {*code_column(table(page, "attribute"), "attribute")} == {*own}
+    how_to = (ROOT / "docs" / "how-to" / f"{page}.md").read_text()
+    rows = [row for rows in tables(section(how_to, title)) for row in rows]
+    names = {code.partition("(")[0] for row in rows for head in row if head.startswith("attribute") for code in codes(row[head])}
+    shared = {*code_column(table(how_to.partition("\n## ")[0], "attribute"), "attribute")} if page == "arrays" else set()
+    assert names | shared == {*own, *shared} and {*own} <= names | shared
 
 
 @pytest.mark.parametrize(("section_name", "kind"), [("TraceAdapter", "Sizes"), ("Engine", "Batch")])

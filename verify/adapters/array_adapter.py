@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, gradient_name
-from verify.adapters.foreign import Call, ForeignAdapter, Outputs, Place, Pullback
+from verify.adapters.foreign import WORDS, Call, ForeignAdapter, Outputs, Place, Pullback
 
 # The libraries, each with the package that must be there and what pip installs.
 LIBRARIES = {
@@ -130,12 +130,12 @@ class ArrayAdapter(ForeignAdapter):
         if self.library == "mlx":
             import mlx.core
 
-            return mlx.core.array(_narrowed(place.theirs(x), torch.float64))
+            return mlx.core.array(_narrowed("MLX", place, x, torch.float64))
         if self.library == "jax":
             import jax
 
             narrow = () if jax.config.jax_enable_x64 else (torch.int64, torch.float64)
-            return jax.numpy.array(numpy_of(_narrowed(place.theirs(x), *narrow)))
+            return jax.numpy.array(numpy_of(_narrowed("JAX", place, x, *narrow)))
         import cupy
 
         return cupy.asarray(numpy_of(place.theirs(x)))
@@ -145,13 +145,14 @@ def _several(outputs: Any) -> tuple[Any, ...]:
     return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
-def _narrowed(x: Tensor, *dtypes: torch.dtype) -> Tensor:
-    """The tensor as the library keeps it if it has no such dtype. ValueError if a number changes."""
-    if x.dtype not in dtypes:
+def _narrowed(library: str, place: Place, x: Tensor, *lacking: torch.dtype) -> Tensor:
+    """The tensor on the other side, narrower if the library lacks its dtype. ValueError if that changes a number."""
+    x = place.theirs(x)
+    if x.dtype not in lacking:
         return x
     narrow = x.to(NARROWER[x.dtype])
     if not torch.equal(narrow.to(x.dtype), x):
-        raise ValueError(f"the library has no {x.dtype}, and {narrow.dtype} cannot have all numbers of the call")
+        raise ValueError(f"{library} has no {WORDS[x.dtype]}, and {WORDS[narrow.dtype]} cannot have all numbers of {place.name}")
     return narrow
 
 

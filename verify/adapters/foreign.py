@@ -76,7 +76,7 @@ class FileAdapter(ForeignAdapter):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if getattr(cls, "_named_by", "") in vars(cls) and "folder" not in vars(cls):
+        if not {"folder", "_named_by"} & vars(cls).keys() and cls._named_by in vars(cls):
             cls.folder = _folder_of_class(sys._getframe(1))
 
     @abc.abstractmethod
