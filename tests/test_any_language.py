@@ -20,6 +20,7 @@ from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from tests.dressed import SERVER, dressed
 from verify.adapters.contract import contract_of, wanted
+from verify.adapters.foreign import Call
 from verify.adapters.interface import Unsupported
 from verify.adapters.loader import load
 from verify.adapters.process_adapter import ProcessAdapter
@@ -58,6 +59,7 @@ def test_the_outputs_of_a_call_follow_from_the_call_and_the_domain(domain: Any) 
     for case in {str(example.case): example.case for example in examples}.values():
         x = case.inputs()
         operation, spec = contract_of(domain, x), case.spec_of(x)
+        Call(type("Any", (Recorded,), {"domain": domain})(), x).check_legal()
         assert {port.name for port in spec.inputs} <= {port.name for port in operation.inputs}
         assert [(port.name, port.axes) for port in operation.outputs] == [(port.name, port.axes) for port in spec.outputs]
         found = wanted(operation, x, domain)

@@ -286,7 +286,13 @@ def test_the_function_of_the_page(tmp_path: pathlib.Path) -> None:
     compiled(text, tmp_path / "libkernel.so")
     rule = RULE.replace(" value_heads=2", " value_heads=4")
     lines = (f"{rule} state=random backward=no", f"{rule} scale=half backward=no")
-    assert verdicts(example(tmp_path, "MyLibrary"), *lines) == [Verdict.HOLDS] * 2
+    mine = example(tmp_path, "MyLibrary")
+    assert verdicts(mine, *lines) == [Verdict.HOLDS] * 2
+    refused = f"law=history variant=refused{rule.removeprefix('law=oracle')} backward=no"  # a call between without a tensor
+    assert verdicts(mine, *(f"{refused} seed={seed}" for seed in range(5))) == [Verdict.HOLDS] * 5
+    x = Run.parse(lines[0].replace(" ", f" adapter={SPEC} ", 1)).example.case.inputs()
+    with pytest.raises(ValueError, match=r"g must have T = 5 like q, got shape \(2, 4, 4\)"):
+        mine.run(x.replaced(g=x.g[:, :4]))
     compiled(replaced(text, "h / (HV / H)", "h % H"), tmp_path / "libother.so")
     other = example(tmp_path, "MyLibrary", "libkernel", "libother")
     assert verdicts(other, f"{rule} backward=no") == [Verdict.BROKEN], "value heads in another order"
@@ -356,6 +362,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "library must be one of jax, mlx, numpy, cupy, got 'tinygrad'": (ArrayAdapter, ARRAY, {"library": "tinygrad"}),
     "numpy has no gradients: its domain must have backward=False, or": (ArrayAdapter, ARRAY, {"domain": ModuleDomain("l2norm")}),
     "Mine has layouts = {}; did you mean layout?": (ArrayAdapter, ARRAY, {"layouts": {}}),
+    "layout must have a value for each name, such as {'state': 'V K'}, got 'V K'": (ArrayAdapter, ARRAY, {"layout": "V K"}),
+    "absent must have a value for each name, such as {'state': 0.0}, got ('x',)": (ArrayAdapter, ARRAY, {"absent": ("x",)}),
     "runtime must be one of onnxruntime, reference, got 'tensorrt'": (OnnxAdapter, ONNX, {"runtime": "tensorrt"}),
     "model must be a path, a model or node of onnx, or a method": (OnnxAdapter, ONNX, {"model": None}),
     "there is no model norm.onnx in /": (OnnxAdapter, ONNX, {}),

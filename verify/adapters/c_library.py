@@ -10,6 +10,8 @@ from torch import Tensor
 from oracles.operation import gradient_name
 from verify.adapters.foreign import WORDS, Call, FileAdapter, Place
 
+NUMBERS = ("scale", "eps")  # the options that are a number or None
+
 
 class CError(Exception):
     """The function returned another number than 0, and `status` is True."""
@@ -28,7 +30,7 @@ class CLibrary(FileAdapter):
     The name of a tensor, an output too, is a pointer to its numbers on the CPU, null if the call does not have it. `q.shape` and
     `q.strides` (in elements) are pointers to int64_t, `q.dtype` is a text such as "bf16". A tensor whose strides the function gets
     lies as the call has it. All others are contiguous. An axis such as `T` is its size, an int64_t. An option is a double, an
-    int64_t (also if it is a flag), a text, or a pointer to several int64_t. If it is None it is null, but `scale` is NaN.
+    int64_t (also if it is a flag), a text, or a pointer to several int64_t. None is a null pointer, or NaN for `scale` and `eps`.
     """
 
     library: ClassVar[str] = ""
@@ -64,6 +66,7 @@ class CLibrary(FileAdapter):
         return ctypes.CDLL(path if os.path.isfile(path) else self.library)
 
     def _ask(self, call: Call, word: str, sent: Mapping[Place, Tensor], asked: Sequence[Place]) -> list[Tensor]:
+        call.check_legal()  # C would read beyond inputs of other shapes
         forward = word == "call"
         name, words = (self.function, self.arguments) if forward else (self.backward, self.backward_arguments)
         call.check_names({word.partition(".")[0] for word in words}, "`arguments`" if forward else "`backward_arguments`")
@@ -112,7 +115,7 @@ class _Arguments:
             )
         value = self._options[word]
         if value is None:
-            return ctypes.c_double(float("nan")) if word == "scale" else ctypes.c_void_p(None)
+            return ctypes.c_double(float("nan")) if word in NUMBERS else ctypes.c_void_p(None)
         if isinstance(value, str):
             return ctypes.c_char_p(value.encode())
         if isinstance(value, tuple | list):

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from oracles.layer import Layer
 from oracles.operation import DTYPES, NAMES, Inputs, gradient_name
+from properties.modules.domain import ModuleDomain
+from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.contract import contract_of, sizes_of, wanted
 
@@ -51,9 +53,17 @@ class ForeignAdapter(Adapter):
     def _with_pullback(self, call: "Call", leaves: Sequence[str]) -> tuple[Outputs, Pullback]:
         """The outputs of a call, and the function that computes the gradients of the inputs called `leaves`."""
 
+    @abc.abstractmethod
     def _wrong(self) -> str | None:
+        """What is wrong with the declarations of this kind of adapter, in words; None if they can be used."""
+
+    def _wrong_declaration(self) -> str | None:
         """What is wrong with the declarations, in words; None if they can be used."""
-        return None
+        for name, kind, sample in (("layout", str, {"state": "V K"}), ("absent", int | float, {"state": 0.0})):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(isinstance(part, kind) for part in value.values()):
+                return f"{name} must have a value for each name, such as {sample}, got {value!r}"
+        return self._wrong()
 
     def _updated(self, x: Inputs, outputs: Outputs) -> Outputs:
         """The outputs, where those that the domain updates in place are the inputs, with the new numbers."""
@@ -164,7 +174,8 @@ class Call:
     """One call of an adapter: its operation, its tensors (also those that fill absent ones), and the outputs that it must have."""
 
     def __init__(self, adapter: ForeignAdapter, x: Inputs) -> None:
-        self._layout, self.operation, self.x = adapter.layout, contract_of(adapter.domain, x), x
+        self._layout, self._domain, self.x = adapter.layout, adapter.domain, x
+        self.operation = contract_of(adapter.domain, x)
         tensors = {name: value for name, value in x.items() if isinstance(value, Tensor)}
         self.device = next(iter(tensors.values())).device
         self.sizes = sizes_of(self.operation, x)
@@ -198,6 +209,16 @@ class Call:
             raise ValueError(
                 f"the call has {min(left)}, which {where} does not name: add it there, or let the domain do without it"
             )
+
+    def check_legal(self) -> None:
+        """Raise ValueError for a call with illegal shapes or offsets, or without a tensor that it must have."""
+        left_out = {"g", "beta"} if isinstance(self._domain, Domain) and self._domain.left_out != ("none",) else set()
+        left_out |= {"b"} if isinstance(self._domain, ModuleDomain) and not self._domain.beta else set()
+        ports = tuple(dataclasses.replace(port, optional=port.optional or port.name in left_out) for port in self.operation.inputs)
+        packs = ["cu_seqlens"] * any("N" in port.axes.split() for port in ports)
+        names = {*packs, *(port.name for port in ports), *self.operation.options}
+        legal = dataclasses.replace(self.operation, inputs=ports)
+        legal.check(Inputs(**{name: value for name, value in self.x.items() if name in names}))
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """The options of the call, also those that are None. The widths of a layer are called layer.hidden and so on."""

@@ -110,7 +110,7 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, least in adapter.requires.items():
         if not is_version(least):
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
-    if isinstance(adapter, ForeignAdapter) and (wrong := adapter._wrong()):
+    if isinstance(adapter, ForeignAdapter) and (wrong := adapter._wrong_declaration()):
         raise AdapterError(f"adapter {spec}: {wrong}")
     if wrong := misspelt(adapter):
         raise AdapterError(f"adapter {spec}: {wrong}")
