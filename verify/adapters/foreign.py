@@ -78,7 +78,7 @@ class ForeignAdapter(Adapter):
 class FileAdapter(ForeignAdapter):
     """An implementation in a file that the class names. Relative paths begin in `folder`, by default that of the class's file.
 
-    It fills outputs of the shapes and dtypes that the contract of the call has.
+    It is asked for outputs and for gradients, whose shapes and dtypes the contract of the call says.
     """
 
     folder: ClassVar[str] = "."
