@@ -244,6 +244,12 @@ def _limits(domain: Domain, *, pool: bool) -> Iterator[Limit]:
         longest: int = max(example.case.lengths)
         return longest > 1
 
+    def with_tokens(example: Example) -> list[Example]:
+        return _with_words(example, lengths=(domain.length_step,) * len(example.case.lengths))
+
+    def in_these_views(example: Example) -> list[Example]:
+        return [dataclasses.replace(example, variant=how) for how in NEIGHBOURS_LAST]
+
     def beta_given(example: Example) -> list[Example]:
         return _with_words(example, in_kernel={"beta": "none", "both": "gate"}[example.case.in_kernel])
 
@@ -251,11 +257,9 @@ def _limits(domain: Domain, *, pool: bool) -> Iterator[Limit]:
         return _with_words(example, lengths=tuple(min(length, 1) for length in example.case.lengths))
 
     if domain.nothing and not pool:
-        one = lambda example: _with_words(example, lengths=(domain.length_step,) * len(example.case.lengths))  # noqa: E731
-        yield Limit("nothing = False", without_tokens, one)
+        yield Limit("nothing = False", without_tokens, with_tokens)
     if domain.views is True and not pool:
-        near = lambda example: [dataclasses.replace(example, variant=how) for how in NEIGHBOURS_LAST]  # noqa: E731
-        yield Limit(f"views = {NEIGHBOURS_LAST}", other_views, near)
+        yield Limit(f"views = {NEIGHBOURS_LAST}", other_views, in_these_views)
     if domain.negative_eigenvalues is True and {*domain.in_kernel} & {"none", "gate"}:
         yield Limit("negative_eigenvalues = ('given',)", doubled_inside, beta_given)
     if "mixed" not in domain.parameter_dtypes:
