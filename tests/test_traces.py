@@ -386,6 +386,18 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
 
 
 @pytest.mark.slow
+def test_traces_of_narrow_domains_lie_in_them_too() -> None:
+    """Where a prompt has one token a step, a prompt that ends at a snapshot would have too many parts."""
+    for domain in (
+        TraceDomain(alignments=("request",)),
+        TraceDomain(most_tokens=1, later_prompts=False, block=16),
+        TraceDomain(most_tokens=2, block=32, alignments=("request",)),
+    ):
+        cases = drawn(300, domain)
+        assert [domain.outside(case) for case in cases] == [None] * len(cases)
+
+
+@pytest.mark.slow
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
     mixed = [step.rows for case in cases for step in case.plan if step.kind == "p" and any(row.count > 1 for row in step.rows)]

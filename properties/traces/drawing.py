@@ -36,7 +36,7 @@ class _Author:
         self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
         self.admitted, self.left = 0, _TOKENS_MIXED if domain.mixed else _TOKENS
-        blocks = domain.block > 0 and -(-domain.block // domain.most_tokens) <= _PARTS
+        blocks = domain.block > 0 and self.in_parts(domain.block)
         self.fills = 0  # events before a request fills a block; 0 if none does
         if blocks and chance.random() < (5 / 6 if self.short() else 1 / 3):
             self.fills = 1 if self.short() else chance.randint(1, 4)
@@ -168,6 +168,10 @@ class _Author:
         """Whether a row shorter than the window may take a snapshot."""
         return bool(self.snapshots) and self.aligned == "request"
 
+    def in_parts(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens has few enough parts for a trace."""
+        return -(-tokens // self.domain.most_tokens) <= _PARTS
+
     def fill_block(self) -> None:
         """Add prompts of a request that end near the end of a block, and mostly a step that begins near that end.
 
@@ -182,7 +186,7 @@ class _Author:
             return
         name = chance.choice(names)
         drafts = self.drafts if "verify" in self.domain.events else 1
-        short = self.short()
+        short = self.short() and self.in_parts(self.snapshots)
         before = chance.choice((chance.randint(1, max(1, drafts - 1)), chance.randint(1, max(1, drafts - 1)), 0, 0, -1, drafts))
         if short and chance.random() < 2 / 3:
             before = chance.randint(1, max(1, self.width - 2))
@@ -313,7 +317,7 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         "free": field("free", FREE),
         "indices": field("indices", domain.indices),
     }
-    if fields["snapshots"] and len(domain.alignments) > 1:
+    if fields["snapshots"] and domain.alignments != ("row",):
         fields["aligned"] = field("aligned", domain.alignments)
     drafts = field("drafts", (1, 2, 3, 4, 5, 8))
     events = field("events", (5, 7, 9))
