@@ -38,6 +38,8 @@ from verify.reach import recorder
 
 T = TypeVar("T")
 UNLIKE: weakref.WeakKeyDictionary[Adapter, set[str]] = weakref.WeakKeyDictionary()  # promises that this process saw not kept
+WARM = 2  # calls before those that are timed
+LEAD_MS = 3.0  # the GPU waits so long while the CPU launches the kernels of a timed call
 
 
 class Ready(Protocol):
@@ -208,6 +210,27 @@ class AdapterBench(Watched):
                 for name in guards.written():
                     self.impure.append(changed(f"memory around {name}", "memory"))
         return results
+
+    def timings(self, inputs: Inputs, cotangents: Cotangents, count: int) -> tuple[list[float], int]:
+        """Call the adapter on a GPU, after a warm-up, with nothing around the calls.
+
+        Returns the milliseconds of each of `count` calls, forward and backward, and the most bytes that they needed.
+        """
+        spec, times_ms, before = self._contract(inputs), list[float](), 0
+        inputs = in_layout(self._with_options(inputs, self.adapter), self.domain.layout)
+        with devices.default("cpu"):
+            for number in range(WARM + count):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if number == WARM:
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                devices.hold(LEAD_MS)
+                start.record()
+                self.call_implementation(self.adapter, spec, inputs, cotangents)
+                end.record()
+                devices.settle(self.device)
+                times_ms.append(float(start.elapsed_time(end)))
+        return times_ms[WARM:], torch.cuda.max_memory_allocated() - before
 
     def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
         """Run `first`, put the numbers of `second` into its tensors, and return the results of a second run of these tensors.

@@ -21,6 +21,7 @@ from verify.engine.profiles import PROFILES
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
+from verify.process.worker import Worker
 
 
 def across(options: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def across(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         places = places_of(options, [run.adapter for run in runs] or options.asked, stack)
-        runs = runs or _drawn(options, places[-1])
+        runs = runs or _lines(options, places[-1])
         placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
         with progress() as tell:
             columns = engine.matrix(placed, runs, options.workers or min(os.cpu_count() or 1, 4), tell)
@@ -64,14 +65,22 @@ def places_of(options: argparse.Namespace, specs: Sequence[str], stack: contextl
     return places
 
 
-def _drawn(options: argparse.Namespace, place: Site) -> list[Run]:
-    """The lines that a check of the adapter would run, drawn from what it declares in a place."""
+def drawn(options: argparse.Namespace, spec: str, place: Site, worker: Worker, device: str) -> list[Run]:
+    """The lines that a check of an adapter would run on a device, drawn from what it declares in a place."""
+    tune = str(options.seed) if device == "cuda" else ""
+    name, profile = place.adapters.get(spec, spec), PROFILES[options.profile]
+    settings = Settings(name, chosen_laws(options), profile, options.seed, device, tune)
+    with Check(settings, [worker], defects=()) as check:
+        return [dataclasses.replace(run, adapter=spec) for _, runs, _ in check.drawn() for run in runs]
+
+
+def _lines(options: argparse.Namespace, place: Site) -> list[Run]:
+    """The lines of an adapter, drawn in the last place."""
     (spec,) = options.asked
-    settings = Settings(place.adapters.get(spec, spec), chosen_laws(options), PROFILES[options.profile], options.seed)
     if place.trouble:
         raise ValueError(f"{spec} cannot be loaded in {place.name}, the last place: {place.trouble}")
-    with place.worker("cpu", deadline_of(options)) as worker, Check(settings, [worker], defects=()) as check:
-        if lines := [dataclasses.replace(run, adapter=spec) for _, runs, _ in check.drawn() for run in runs]:
+    with place.worker("cpu", deadline_of(options)) as worker:
+        if lines := drawn(options, spec, place, worker, "cpu"):
             return lines
     raise ValueError(f"--law must name a law with cases of {spec}, got {', '.join(options.law or ['none'])}")
 

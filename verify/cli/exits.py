@@ -29,6 +29,7 @@ EXITS_OF = {
         "there is nothing to find: the line is broken with --good, or holds with --bad",
         "some cannot be asked",
     ),
+    "compare": _told("nothing is worse", "something became broken, or a promise was lost", "undecided"),
     "zoo": _told(
         "every animal that was run is killed",
         "one survives, or right code is rejected",

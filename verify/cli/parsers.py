@@ -113,8 +113,8 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,soak,zoo,claims,fetch,completion,certificate,"
-        "new-process}",
+        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,compare,soak,zoo,claims,fetch,completion,"
+        "certificate,new-process}",
         dest="verb",
     )
 
@@ -140,6 +140,7 @@ def parser() -> OptionParser:
     )
     _across(verb("across", "across_command:across", "run lines on several releases, folders, revisions or environments"))
     _bisect(verb("bisect", "bisect_command:bisect", "find the release or revision that broke or mended a line"))
+    _compare(verb("compare", "compare_command:compare", "judge an old and a new version on the same cases"))
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
@@ -178,6 +179,16 @@ def refuse(options: argparse.Namespace) -> None:
             check_spec(text)
         if not options.places:
             raise ValueError("across needs a place: --release PACKAGE==VERSION, --path DIR, --rev REVISION or --python EXE")
+    if options.verb == "compare":
+        for spec in options.adapters:
+            check_spec(spec)
+        options.places = options.places or []
+        count = len(options.adapters), len(options.places)
+        if count not in ((1, 2), (2, 0), (2, 1), (2, 2)):
+            raise ValueError(
+                "compare needs one adapter and two places, the old one first (--release PACKAGE==VERSION, --path DIR, "
+                f"--rev REVISION or --python EXE), or two adapters and at most two places; got {count[0]} and {count[1]}"
+            )
     if options.verb == "zoo":
         for name in options.names:
             check_spec(name if ".py" in name else ZOO + name.removeprefix(ZOO))
@@ -272,6 +283,11 @@ def _line(parser: argparse.ArgumentParser, words: str) -> None:
 def _repeat(parser: argparse.ArgumentParser) -> None:
     _line(parser, 'the line after "repeat" in a failure: law=... adapter=... lengths=...')
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--upstream",
+        metavar="FILE",
+        help="if the line is broken, also write an issue for the library's authors to FILE, with a script that shows it",
+    )
     add_ranks(parser)
     add_sanitize(parser)
     add_common(parser, examples=False)
@@ -327,6 +343,34 @@ def _arithmetic(parser: argparse.ArgumentParser) -> None:
 
 def _across(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("asked", nargs="+", metavar="LINE|ADAPTER", help=f"lines as repeat takes them; or {ADAPTER}")
+    _places(parser)
+    _cases(parser, "least", "of an adapter: ")
+    parser.add_argument(
+        "--workers", type=positive_word, help="places that are asked at a time (default: the number of cores, at most 4)"
+    )
+    _of_places(parser)
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapters", nargs="+", metavar="ADAPTER", help=f"{ADAPTER}; or two of them, that of the old version first")
+    _places(parser)
+    _cases(parser, "few", "")
+    parser.add_argument("--device", choices=DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu)")
+    parser.add_argument(
+        "--same-bits", action="store_true", help="the new version promises the bits of the old one: exit with 1 where they differ"
+    )
+    _of_places(parser)
+
+
+def _cases(parser: argparse.ArgumentParser, profile: str, when: str) -> None:
+    parser.add_argument(
+        "--law", type=law_word, action="append", metavar="LAW", help=f"{when}only cases of this law (may be repeated)"
+    )
+    parser.add_argument("--profile", default=profile, choices=PROFILES, help=f"{when}how many cases (default {profile})")
+    parser.add_argument("--seed", type=seed_word, default=0, help=f"{when}seed of the cases (default 0)")
+
+
+def _places(parser: argparse.ArgumentParser) -> None:
     places: dict[str, Any] = {"action": "append", "dest": "places"}
     parser.add_argument(
         "--release",
@@ -346,15 +390,6 @@ def _across(parser: argparse.ArgumentParser) -> None:
         help="a revision of the repository of the adapter's file; of a built-in adapter, of the current folder (may be repeated)",
     )
     parser.add_argument("--python", **places, type=python_word, metavar="EXE", help="another environment (may be repeated)")
-    parser.add_argument(
-        "--law", type=law_word, action="append", metavar="LAW", help="of an adapter: only cases of this law (may be repeated)"
-    )
-    parser.add_argument("--profile", default="least", choices=PROFILES, help="of an adapter: how many cases (default least)")
-    parser.add_argument("--seed", type=seed_word, default=0, help="of an adapter: seed of the cases (default 0)")
-    parser.add_argument(
-        "--workers", type=positive_word, help="places that are asked at a time (default: the number of cores, at most 4)"
-    )
-    _of_places(parser)
 
 
 def _bisect(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 
+from verify.cli import upstream
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, tell_ranks, workers_of
-from verify.cli.output import print_json, print_troubles
+from verify.cli.output import check_writable, print_json, print_troubles, write_file
 from verify.cli.terminal import print_error, print_line
 from verify.engine.asking import ask, describe, interpreted
 from verify.execution.line import Run
@@ -29,6 +30,9 @@ def repeat(options: argparse.Namespace) -> int:
         backend = backend_of(options, ranks, run.device)
         if launch is not None and launch.rank:
             return follow(launch, backend)
+    check_writable("--upstream", options.upstream)
+    if options.upstream and (ranks or options.sanitize):
+        raise ValueError("--upstream is about a call of one process: it excludes --ranks, torchrun and --sanitize")
     if options.sanitize and (ranks or run.device == "cpu"):
         raise ValueError("--sanitize is for one process on a GPU: the line must have device=cuda and no ranks")
     sanitizer = sanitizer_of(options)
@@ -44,6 +48,9 @@ def repeat(options: argparse.Namespace) -> int:
             print_error(warning)
         versions, defects = described.versions, known.of(run.adapter).on(described.device)
         outcome = ask(run, worker, store, defects=defects.deny_list)
+        issue = ""
+        if options.upstream and outcome.verdict is Verdict.BROKEN:
+            issue = upstream.issue(run, outcome, worker, store, described.versions, options.path)
         code = {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
         tell_ranks(workers, code)
     store.close()
@@ -58,6 +65,8 @@ def repeat(options: argparse.Namespace) -> int:
             }
         )
     print_troubles(store, None)
+    if options.upstream and not (issue and write_file(options.upstream, issue)):
+        print_error(f"--upstream: {options.upstream} is not written" + ("" if issue else ", because the line is not broken"))
     data = {"run": str(run), "versions": versions, **outcome.to_json()}
     del data["reach"]  # that is about the cases of a whole check
     if options.json:

@@ -13,11 +13,12 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.store import Store
 from verify.gpu import device as devices
-from verify.process.messages import Failure, Origins, Whence, read
+from verify.process.messages import Answer, Failure, Origins, Question, Whence, read
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Answer)
 HOLDS, BROKEN, NOT = "holds", "broken", "cannot be asked here"
 
 
@@ -93,6 +94,7 @@ class SiteWorkers:
         self._workers: dict[str, Worker] = {}
         self._sure: set[str] = set()  # adapters that import from the place's folders
         self.described: dict[str, Described] = {}
+        self.outcomes: dict[Run, Outcome] = {}  # of the lines that could be asked
         self._closed = False
 
     def cell(self, run: Run) -> SiteVerdict:
@@ -101,20 +103,33 @@ class SiteWorkers:
             return SiteVerdict(NOT, reason=self.place.trouble)
         if run.device == "cuda" and not devices.gpus():
             return SiteVerdict(NOT, reason="the line has device=cuda, but torch sees no GPU")
-        here = dataclasses.replace(run, adapter=self.place.adapters.get(run.adapter, run.adapter))
-        worker = self._worker(run.device)
+        worker = self.worker(run.device)
         try:
             if run.adapter not in self.described:
-                self.described[run.adapter] = describe(here.adapter, worker)
+                self.described[run.adapter] = describe(self.here(run).adapter, worker)
             defects = known.of(run.adapter).on(self.described[run.adapter].device)
-            cell = cell_of(ask_afresh(here, worker, self._store, defects.deny_list))
+            outcome = ask_afresh(self.here(run), worker, self._store, defects.deny_list)
+            cell = cell_of(outcome)
             if cell.verdict != NOT and run.adapter not in self._sure and (wrong := self._elsewhere(worker)):
                 return SiteVerdict(NOT, reason=wrong)
         except AdapterError as error:
             return SiteVerdict(NOT, reason=str(error))
         if worker.alive:
             self._sure.add(run.adapter)
+        self.outcomes[run] = outcome
         return cell
+
+    def here(self, run: Run) -> Run:
+        """The run with the name that its adapter has in this place."""
+        return dataclasses.replace(run, adapter=self.place.adapters.get(run.adapter, run.adapter))
+
+    def ask(self, device: str, question: Question, kind: type[A], deadline_s: float | None = None) -> A | str:
+        """The answer of a process of this place, or why there is none, in words."""
+        try:
+            answer = read(kind, self.worker(device).ask(question, *([deadline_s] if deadline_s else [])))
+        except WorkerLost as lost:
+            return f"{lost.how} ({lost.detail})"
+        return answer.error if isinstance(answer, Failure) else answer
 
     @property
     def versions(self) -> str:
@@ -135,7 +150,8 @@ class SiteWorkers:
                 return f"nothing was imported from {self.place.folders[0]}: it lacks what the adapter imports"
         return ""
 
-    def _worker(self, device: str) -> Worker:
+    def worker(self, device: str) -> Worker:
+        """The process that runs lines of a device."""
         if device not in self._workers:
             self._workers[device] = self.place.worker(device, self._deadline_s, self._number)
             if self._closed:
@@ -168,9 +184,14 @@ def matrix(
                 tell(one.place.name, number, len(runs))
         return cells
 
+    return everywhere(placed, column, workers)
+
+
+def everywhere(placed: Sequence[SiteWorkers], act: Callable[[SiteWorkers], T], workers: int) -> list[T]:
+    """What `act` returns for each place, so many places at a time. All processes have ended afterwards, also after an error."""
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
-        return list(pool.map(column, placed))
+        return list(pool.map(act, placed))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for one in placed:

@@ -26,7 +26,7 @@ from verify.ranks.merge import IDLE, reaction
 
 SILENT, STRAYS = "returns numbers without an error", "reads or writes outside its tensors"
 # Errors that no implementation raises, by name, since verify/interpreter, which defines the first two, needs Triton.
-_OURS = {
+FROM_US = {
     "OutOfBounds": STRAYS,
     "Race": "lets its programs race for the same memory",
     "ProcessDied": "crashed",
@@ -128,7 +128,7 @@ def _refusal(error: BaseException) -> str:
     """What an implementation did that raised this error, in words."""
     if isinstance(error, AdapterFault) and error.__cause__ is None:  # an error of ours about what it returned or wrote
         return STRAYS if error.finding.kind is FailureKind.INPUT_CHANGED else SILENT
-    return _OURS.get(_kind(error), f"refuses ({_kind(error)})")
+    return FROM_US.get(_kind(error), f"refuses ({_kind(error)})")
 
 
 def _kind(error: BaseException) -> str:

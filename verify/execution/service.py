@@ -18,7 +18,7 @@ from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdap
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
 from verify.bench import oracle_process
-from verify.execution import launches
+from verify.execution import calls, launches, reproduction
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of, following, loaded
@@ -32,6 +32,8 @@ from verify.process import messages
 from verify.process.fork_server import importing
 from verify.process.messages import (
     Answer,
+    Called,
+    Calls,
     Compile,
     Compiled,
     Configurations,
@@ -49,12 +51,14 @@ from verify.process.messages import (
     Outcomes,
     Reaction,
     Refuse,
+    Reproduce,
     RunMany,
     RunOne,
+    Script,
     Tunings,
     Whence,
 )
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import Finding, Outcome, Verdict
 from verify.ranks.group import join
 from verify.ranks.merge import IDLE, left
 
@@ -161,6 +165,15 @@ def _launches(asked: Launches) -> LaunchReport:
         return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
 
 
+def _calls(asked: Calls) -> Called:
+    with autotune.leaving_out(asked.left_out):
+        return calls.called(Run.parse(asked.line), asked.timed)
+
+
+def _reproduce(asked: Reproduce) -> Script:
+    return reproduction.script(Run.parse(asked.line), Finding.from_json(asked.finding), asked.most)
+
+
 def _refuse(asked: Refuse) -> Reaction:
     adapter, device = adapter_of(asked.adapter), _device()
     with devices.default(device), autotune.leaving_out(asked.left_out), following(asked.tune):
@@ -201,12 +214,14 @@ def _cpu_s() -> float:
 
 
 _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer | Outcome]] = {
+    Calls: _calls,
     Compile: _compile,
     Describe: _describe,
     Interprets: _interprets,
     Join: _join,
     Launches: _launches,
     Refuse: _refuse,
+    Reproduce: _reproduce,
     RunMany: _run_many,
     RunOne: _run_one,
     Tunings: _tunings,

@@ -94,6 +94,31 @@ class Launches(Question):
 
 
 @dataclasses.dataclass(frozen=True)
+class Calls(Question):
+    """What does the implementation of a line return, bit by bit, and on a GPU how long does it take? Answer: Called.
+
+    `timed` is the number of calls that are timed. `left_out` as for RunOne.
+    """
+
+    line: str
+    timed: int = 0
+    left_out: LeftOut = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reproduce(Question):
+    """Which script repeats the call of a line with the library alone? Answer: Script.
+
+    `finding` is a finding of the line as plain data. The script has the numbers of the call if these are `most` at most; if `most`
+    is 0, torch draws others.
+    """
+
+    line: str
+    finding: Data
+    most: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Tunings(Question):
     """Which autotune configurations has this process met? Answer: Configurations."""
 
@@ -220,6 +245,33 @@ class LaunchReport(Answer):
         data = super().to_json()
         reason = data.pop("reason")
         return {"reason": reason} if reason else data
+
+
+@dataclasses.dataclass(frozen=True)
+class Called(Answer):
+    """What an implementation returns for one line, unjudged.
+
+    - `bits`: for each output and gradient, a hash of its bits
+    - `unsteady`: those whose bits differ when the call is made again
+    - `times_ms`, `memory`: of the timed calls, the milliseconds on the GPU, and the most bytes that they needed beside the inputs
+    - `reason`: why nothing is known, or ""
+    """
+
+    bits: dict[str, str] = dataclasses.field(default_factory=dict)
+    unsteady: list[str] = dataclasses.field(default_factory=list)
+    times_ms: list[float] = dataclasses.field(default_factory=list)
+    memory: int = 0
+    reason: str = ""
+    spent: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Script(Answer):
+    """A script that repeats a call of `function`, or the `reason` why there is none."""
+
+    text: str = ""
+    function: str = ""
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
