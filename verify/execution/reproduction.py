@@ -275,7 +275,7 @@ def _named(x: Tensor, candidates: Iterable[tuple[str, Tensor]]) -> str:
                 same = change(other)
                 if same.shape == x.shape and same.dtype == x.dtype and torch.equal(same.nan_to_num(), x.nan_to_num()):
                     return f"{name}{form}" + (".contiguous()" if x.is_contiguous() and not same.is_contiguous() else "")
-    if not x.requires_grad and x.numel() <= SHORT and x.is_leaf:
+    if not x.is_floating_point() and x.numel() <= SHORT:
         return f"{_written(x)}.to(device)"
     raise Unwritable(f"a tensor of shape {tuple(x.shape)} is none of the operation's, so that it cannot be written")
 
