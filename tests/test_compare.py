@@ -24,7 +24,7 @@ from verify.engine.compare import (
     NEITHER,
     REFUSED,
     UNKNOWN,
-    Comparison,
+    Differences,
     Pair,
     change_of,
     distribution,
@@ -96,10 +96,10 @@ def test_what_changed_in_a_line(old: Any, new: Any, change: str) -> None:
     assert change_of(old, new) == change
 
 
-def comparison(*changes: str, **more: Any) -> Comparison:
+def comparison(*changes: str, **more: Any) -> Differences:
     lists = dict[str, Any].fromkeys(("errors", "unsteady", "parameters", "gone", "domain"), [])
     pairs = [Pair(RUN, HELD[0], HELD[0], change, {}) for change in changes]
-    return Comparison(pairs, **{**lists, "bits": {}, "refusals": {}, **more})
+    return Differences(pairs, **{**lists, "bits": {}, "refusals": {}, **more})
 
 
 def test_the_new_version_is_worse_if_something_became_broken_or_a_promise_was_lost() -> None:

@@ -32,7 +32,7 @@ from verify.engine.compare import (
     REFUSED,
     STEPS,
     UNKNOWN,
-    Comparison,
+    Differences,
     Errors,
     Pair,
     Timing,
@@ -79,7 +79,7 @@ class _Told:
     options: argparse.Namespace
     device: str
     placed: Sequence[SiteWorkers]
-    found: Comparison
+    found: Differences
 
     @property
     def worse(self) -> bool | None:
@@ -217,7 +217,7 @@ def _told(cell: SiteVerdict) -> str:
     return f"{cell.short}: {cell.reason}" if cell.reason else cell.short
 
 
-def _facts(found: Comparison) -> list[tuple[str, str]]:
+def _facts(found: Differences) -> list[tuple[str, str]]:
     """What differs beside the verdicts: a label and a sentence each."""
     differ = [name for names in found.bits.values() for name in names]
     outputs = ", ".join(f"{name} in {differ.count(name)}" for name in dict.fromkeys(differ))
@@ -259,11 +259,12 @@ def _paragraph(told: _Told) -> str:
         if counts[change]:
             line = f": `{counts[change][0].run}`" if change in (BROKE, MENDED) else ""
             parts.append(f"{change.capitalize()}: {len(counts[change])} cases of {', '.join(laws[change])}{line}.")
-    words = {word: [one.output for one in found.errors if one.word == word] for word in ("grew", "shrank")}
-    parts += [f"Errors {word} in {', '.join(names)}." for word, names in words.items() if names]
-    if found.errors and not any(words.values()):
+    errors = {word: [one.output for one in found.errors if one.word == word] for word in ("grew", "shrank")}
+    parts += [f"Errors {word} in {', '.join(names)}." for word, names in errors.items() if names]
+    if found.errors and not any(errors.values()):
         parts.append("Errors within the tolerances are as large as before.")
     parts += [f"{label.capitalize()}: {text}." for label, text in _facts(found) if label not in ("domain", "refusals")]
+    words = [*options.adapters, *(one.place.option for one in placed), f"--profile {options.profile} --seed {options.seed}"]
     if found.refusals:
         parts.append(f"Illegal inputs that are treated otherwise: {', '.join(found.refusals)}.")
-    return " ".join(parts)
+    return " ".join([*parts, f"Command: `gdn-verify compare {' '.join(filter(None, words))}`."])

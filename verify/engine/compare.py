@@ -77,7 +77,7 @@ class Timing:
 
 
 @dataclasses.dataclass
-class Comparison:
+class Differences:
     """What differs between two versions.
 
     - `bits`: for each line whose bits were compared, the outputs that differ
@@ -133,7 +133,7 @@ class Comparison:
 
 def compare(
     placed: Sequence[SiteWorkers], runs: Sequence[tuple[Run, Run]], workers: int, tell: Callable[[str, int, int], None]
-) -> Comparison:
+) -> Differences:
     """Run the old and the new line of each case in its place, and compare what they are. The processes have ended afterwards."""
 
     def column(one: SiteWorkers) -> tuple[list[SiteVerdict], dict[int, Called], dict[str, str]]:
@@ -157,7 +157,7 @@ def compare(
     both = [number for number in old_bits if number in new_bits]
     signatures = [_signatures(one) for one in placed]
     parameters = parameter_changes(*signatures) if all(signatures) else [("the function under test was not seen", list[str]())]
-    return Comparison(
+    return Differences(
         pairs,
         errors_of(pairs),
         {str(runs[n][1]): [name for name, bits in old_bits[n].bits.items() if bits != new_bits[n].bits.get(name)] for n in both},
@@ -295,7 +295,7 @@ def _refuses(did: str) -> bool:
     return did not in (SILENT, STRAYS) and not did.startswith(("crashed", "hung"))
 
 
-def timed(comparison: Comparison, runs: Sequence[tuple[Run, Run]], make: Callable[[int], SiteWorkers]) -> None:
+def timed(comparison: Differences, runs: Sequence[tuple[Run, Run]], make: Callable[[int], SiteWorkers]) -> None:
     """Time the longest cases that hold in both versions, on a GPU, in new processes that take turns."""
     held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.law == "oracle"][-TIMED:]
     comparison.untimed = "no line could be measured"
