@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from properties.paths.domain import PathDomain
+from properties.rules.domain import Domain
 from tests.test_across import ADAPTER, RIGHT, WRONG, answered, package, said
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.engine import compare as engine
@@ -20,6 +21,7 @@ from verify.engine.compare import (
     ADDED,
     BOTH,
     BROKE,
+    FAILS,
     MENDED,
     NEITHER,
     REFUSED,
@@ -85,7 +87,7 @@ NO, BLIND, OPEN = side(NOT, Verdict.UNSUPPORTED), side(NOT, Verdict.BLIND), side
         (WRONG_BOTH, WRONG_O, BOTH[IS_BROKEN]),
         (CRASHED, WRONG_O, BOTH[IS_BROKEN]),
         (NO, HELD, ADDED),
-        (NO, WRONG_O, BROKE),
+        (NO, WRONG_O, FAILS),
         (NO, NO, NEITHER),
         (NO, LOST, NEITHER),
         (LOST, LOST, UNKNOWN),
@@ -105,7 +107,7 @@ def comparison(*changes: str, **more: Any) -> Differences:
 def test_the_new_version_is_worse_if_something_became_broken_or_a_promise_was_lost() -> None:
     refuses, silent = "refuses (ValueError)", "returns numbers without an error"
     held = BOTH[DOES_HOLD]
-    assert comparison(held, MENDED, ADDED, BOTH[IS_BROKEN], NEITHER).worse() is False
+    assert comparison(held, MENDED, ADDED, FAILS, BOTH[IS_BROKEN], NEITHER).worse() is False
     assert comparison(held, BROKE, UNKNOWN).worse() is True
     assert comparison(held, REFUSED).worse() is True
     assert comparison(held, gone=["scale"]).worse() is True
@@ -145,12 +147,16 @@ def test_errors_are_compared_line_by_line() -> None:
     assert distribution([1e-9, 2**-6, 0.02, 0.3, 0.5, 1.0]) == [2, 1, 0, 0, 0, 2, 1]
 
 
-def test_a_choice_that_a_version_lacks_is_made_otherwise() -> None:
+def test_a_choice_or_an_option_that_a_version_lacks_is_left_out() -> None:
     run = Run.parse("law=parallel adapter=megatron/layer lengths=8 cp=2 packed=yes heads=2 value_heads=2")
     domain = dataclasses.replace(PathDomain(), choices=(("thd_all_to_all", ("fused",)),))
     assert "thd_all_to_all=fused" in str(suited(run, domain))
     assert suited(run, PathDomain()) == run
     assert suited(RUN, None) == RUN
+    options = "options=cu_seqlens_cpu:yes,chunk_indices:yes"
+    rule = dataclasses.replace(Domain(), options=(("cu_seqlens_cpu", ("no", "yes")),))
+    assert str(suited(Run.parse(f"{RUN} {options}"), rule)) == f"{RUN} options=cu_seqlens_cpu:yes"
+    assert suited(RUN, rule) == RUN
 
 
 # The command

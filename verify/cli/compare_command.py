@@ -27,6 +27,7 @@ from verify.engine.compare import (
     BOTH,
     BROKE,
     CHANGES,
+    FAILS,
     MENDED,
     NEITHER,
     REFUSED,
@@ -255,10 +256,11 @@ def _paragraph(told: _Told) -> str:
         f"cases of {len(found.laws())} laws ({' and '.join(dict.fromkeys(options.adapters))}, profile {options.profile}, seed "
         f"{options.seed}, {told.device}; {placed[1].versions}). {verdict}"
     ]
-    for change in (BROKE, MENDED, REFUSED, UNKNOWN, BOTH[BROKEN]):
-        if counts[change]:
-            line = f": `{counts[change][0].run}`" if change in (BROKE, MENDED) else ""
-            parts.append(f"{change.capitalize()}: {len(counts[change])} cases of {', '.join(laws[change])}{line}.")
+    for change in (BROKE, FAILS, MENDED, REFUSED, UNKNOWN, BOTH[BROKEN]):
+        if pairs := counts[change]:
+            line = f": `{pairs[0].run}`" if change in (BROKE, FAILS, MENDED) else ""
+            cases = "1 case" if len(pairs) == 1 else f"{len(pairs)} cases"
+            parts.append(f"{change.capitalize()}: {cases} of {', '.join(laws[change])}{line}.")
     errors = {word: [one.output for one in found.errors if one.word == word] for word in ("grew", "shrank")}
     parts += [f"Errors {word} in {', '.join(names)}." for word, names in errors.items() if names]
     if found.errors and not any(errors.values()):

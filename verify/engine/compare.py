@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from properties.books import book_of
+from properties.words.options import text_of_values, values_of
 from verify.engine.across import BROKEN, HOLDS, NOT, SiteVerdict, SiteWorkers, everywhere
 from verify.execution.line import Run
 from verify.execution.refusals import SILENT, STRAYS
 from verify.process.messages import Called, Calls, Describe, Description, Reaction, Refuse
 from verify.process.outcome import Outcome, Verdict
 
-BROKE, MENDED, REFUSED, ADDED, UNKNOWN = "became broken", "mended", "now refused", "new", "undecided"
+BROKE, MENDED, REFUSED, UNKNOWN = "became broken", "mended", "now refused", "undecided"
+ADDED, FAILS = "new", "new, but broken"
 BOTH, NEITHER = {HOLDS: "holds in both", BROKEN: "broken in both"}, "asked in neither"
-CHANGES = (BROKE, REFUSED, UNKNOWN, MENDED, BOTH[BROKEN], BOTH[HOLDS], ADDED, NEITHER)  # the first one decides for a law
+CHANGES = (BROKE, REFUSED, UNKNOWN, FAILS, MENDED, BOTH[BROKEN], BOTH[HOLDS], ADDED, NEITHER)  # the first one decides for a law
 OTHER_BITS = 12  # lines whose bits are compared
 TIMED, ROUNDS, CALLS = 3, 5, 5  # lines that are timed, the turns of each version, and the calls of a turn
 REFUSAL_S = 30.0  # for one illegal input
@@ -182,16 +184,19 @@ def change_of(old: tuple[SiteVerdict, Outcome | None], new: tuple[SiteVerdict, O
     if was.verdict == now.verdict:
         return BOTH.get(was.verdict, NEITHER)
     if now.verdict == BROKEN:
-        return BROKE
+        return BROKE if was.verdict == HOLDS else FAILS
     if was.verdict == BROKEN:
         return MENDED
     return REFUSED if now.verdict == NOT else ADDED
 
 
 def suited(run: Run, domain: Any) -> Run:
-    """A run of a path with choices that its domain has: a choice is how the same numbers are computed."""
+    """A run with choices and options that a domain has. They change how numbers are computed, and not which are right."""
     case = run.example.case
     other = {name: values[0] for name, values in getattr(domain, "choices", ()) if getattr(case, name) not in values}
+    if hasattr(case, "options") and hasattr(domain, "options"):
+        known = dict(domain.options)
+        other["options"] = text_of_values({name: x for name, x in values_of(case.options).items() if x in known.get(name, ())})
     return dataclasses.replace(run, example=dataclasses.replace(run.example, case=dataclasses.replace(case, **other)))
 
 
