@@ -19,8 +19,8 @@ ADDED, FAILS = "new", "new, but broken"
 BOTH, NEITHER = {HOLDS: "holds in both", BROKEN: "broken in both"}, "asked in neither"
 CHANGES = (BROKE, REFUSED, UNKNOWN, FAILS, MENDED, BOTH[BROKEN], BOTH[HOLDS], ADDED, NEITHER)  # the first one decides for a law
 OTHER_BITS = 12  # lines whose bits are compared
-TIMED, ROUNDS, CALLS = 3, 5, 5  # lines that are timed, the turns of each version, and the calls of a turn
-REFUSAL_S = 30.0  # for one illegal input
+TIMED, ROUNDS, CALLS = 2, 5, 5  # lines that are timed, the turns of each version, and the calls of a turn
+REFUSAL_S, TIMING_S = 30.0, 600.0  # for one illegal input, and for a turn, in the first of which Triton tunes kernels
 APART = 1.25  # errors that differ by more than this factor have grown or shrunk
 STEPS = tuple(2.0**power for power in range(-6, 1))  # of a distribution of errors over tolerances: the upper ends of its parts
 
@@ -274,7 +274,7 @@ def _domain_changes(before: SiteWorkers, after: SiteWorkers) -> list[str]:
 
 
 def _called(one: SiteWorkers, run: Run, timed: int = 0) -> Called | None:
-    call = one.ask(run.device, Calls(str(one.here(run)), timed), Called)
+    call = one.ask(run.device, Calls(str(one.here(run)), timed), Called, TIMING_S if timed else None)
     return call if isinstance(call, Called) and not call.reason else None
 
 
@@ -301,11 +301,11 @@ def _refuses(did: str) -> bool:
 
 
 def timed(comparison: Differences, runs: Sequence[tuple[Run, Run]], make: Callable[[int], SiteWorkers]) -> None:
-    """Time the longest cases that hold in both versions, on a GPU, in new processes that take turns."""
+    """Time the longest cases that hold in both versions, on a GPU, in new processes that take turns. Triton tunes their kernels."""
     held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.law == "oracle"][-TIMED:]
     comparison.untimed = "no line could be measured"
     with make(0) as old, make(1) as new:
-        for run in [pair for pair in runs if pair[1] in held]:
+        for run in [[dataclasses.replace(run, tune="native") for run in pair] for pair in runs if pair[1] in held]:
             turns: dict[int, list[Called]] = {0: [], 1: []}
             for number in range(ROUNDS):
                 for side in (0, 1) if number % 2 == 0 else (1, 0):
