@@ -98,34 +98,30 @@ def _sites(options: argparse.Namespace, places: Sequence[Site]) -> list[Site]:
 
 
 def _drawn(options: argparse.Namespace, placed: Sequence[SiteWorkers], device: str) -> list[tuple[Run, Run]]:
-    """The cases that a check of the old or of the new version would run, and those of known defects, each as a line of both.
+    """The cases that a check of the old version would run, and those of known defects, each as a line of both versions.
 
-    They differ where the versions declare other domains.
+    If the old version cannot be loaded, they are those of the new one.
     """
-    specs, runs, troubles = (options.adapters * 2)[:2], list[Run](), list[str]()
+    specs, domains, runs, laws = (options.adapters * 2)[:2], list[Any](), list[Run](), chosen_laws(options)
     for one, spec in zip(placed, specs, strict=True):
         try:
             if one.place.trouble:
                 raise AdapterError(one.place.trouble)
             one.described[spec] = describe(one.place.adapters.get(spec, spec), one.worker(device))
-            runs += drawn(options, spec, one.place, one.worker(device), device)
-            shown = (defect.run for defect in known.of(spec) if not defect.kernel)
-            runs += [run for run in shown if (run.adapter, run.device) == (spec, device)]
+            domains.append(one.described[spec].domain)
+            runs = runs or drawn(options, spec, one.place, one.worker(device), device)
         except AdapterError as error:
-            troubles.append(f"{one.place.name}: {error}")
-    for trouble in troubles:
-        print_error(trouble)
-    laws = chosen_laws(options)
+            domains.append(None)
+            print_error(f"{one.place.name}: {error}")
+    shown = (defect.run for spec in dict.fromkeys(specs) for defect in known.of(spec) if not defect.kernel)
+    runs += [run for run in shown if run.adapter in specs and run.device == device and (laws is None or run.law in laws)]
+    if not runs:
+        raise ValueError("there is no case to compare: no version can be loaded, or --law names no law with cases of the adapter")
     sides = [
-        [
-            engine.suited(dataclasses.replace(run, adapter=spec), one.described[spec].domain if spec in one.described else None)
-            for run in runs
-        ]
-        for one, spec in zip(placed, specs, strict=True)
+        [engine.suited(dataclasses.replace(run, adapter=spec), domain) for run in runs]
+        for spec, domain in zip(specs, domains, strict=True)
     ]
-    if pairs := [pair for pair in dict.fromkeys(zip(*sides, strict=True)) if laws is None or pair[0].law in laws]:
-        return pairs
-    raise ValueError(f"there is no line to compare: {'; '.join(troubles) or '--law must name a law of the adapter'}")
+    return list(dict.fromkeys(zip(*sides, strict=True)))
 
 
 def _data(told: _Told) -> dict[str, Any]:
@@ -186,6 +182,8 @@ def _print(told: _Told) -> None:
             print_line(f"errors of {error.output} grew most in: {error.line}")
     for label, text in _facts(found):
         print_line(f"{label:<14}{text}")
+    for timing in found.timings:
+        print_line(f"timed: {timing.line}")
     terminal.write("\nto paste:\n\n" + textwrap.fill(_paragraph(told), WIDTH), sys.stdout)
 
 
@@ -223,16 +221,13 @@ def _facts(found: Differences) -> list[tuple[str, str]]:
     differ = [name for names in found.bits.values() for name in names]
     outputs = ", ".join(f"{name} in {differ.count(name)}" for name in dict.fromkeys(differ))
     equal = sum(not names for names in found.bits.values())
-    facts = (
-        [("bits", f"equal in {equal} of {len(found.bits)} calls" + (f"; they differ in {outputs}" if differ else ""))]
-        if found.bits
-        else []
-    )
+    bits = f"equal in {equal} of {len(found.bits)} calls" + (f"; they differ in {outputs}" if differ else "")
+    facts = [("bits", bits)] if found.bits else []
     facts += [("promise lost", text) for text in found.lost]
     facts += [("parameters", text) for text in found.parameters or ["the same"]]
     facts += [("domain", text) for text in found.domain]
     facts += [("refusals", f"{name}: {old} before, {new} now") for name, (old, new) in found.refusals.items()]
-    facts += [("time", _time(timing)) for timing in found.timings]
+    facts += [("time, memory", _time(timing)) for timing in found.timings]
     return facts if found.timings else [*facts, ("time, memory", found.untimed)]
 
 
@@ -241,7 +236,7 @@ def _time(timing: Timing) -> str:
     middle = statistics.median(timing.factors)
     memory = f"{timing.old_bytes / 2**20:.1f} MiB before, {timing.new_bytes / 2**20:.1f} MiB now"
     ms = [statistics.median(times) for times in (timing.old_ms, timing.new_ms)]
-    return f"{ms[0]:.3f} ms before, {ms[1]:.3f} ms now, {middle:.2f} times ({low:.2f} to {high:.2f}); {memory}: {timing.line}"
+    return f"{ms[0]:.3f} ms before, {ms[1]:.3f} ms now, {middle:.2f} times ({low:.2f} to {high:.2f}); {memory}"
 
 
 def _paragraph(told: _Told) -> str:
@@ -266,7 +261,8 @@ def _paragraph(told: _Told) -> str:
     if found.errors and not any(errors.values()):
         parts.append("Errors within the tolerances are as large as before.")
     parts += [f"{label.capitalize()}: {text}." for label, text in _facts(found) if label not in ("domain", "refusals")]
-    words = [*options.adapters, *(one.place.option for one in placed), f"--profile {options.profile} --seed {options.seed}"]
+    words = [*options.adapters, *dict.fromkeys(one.place.option for one in placed), *(f"--law {law}" for law in options.law or ())]
+    words += [f"--profile {options.profile} --seed {options.seed}", "--same-bits" * options.same_bits]
     if found.refusals:
         parts.append(f"Illegal inputs that are treated otherwise: {', '.join(found.refusals)}.")
     return " ".join([*parts, f"Command: `gdn-verify compare {' '.join(filter(None, words))}`."])
