@@ -228,6 +228,17 @@ def test_two_adapters_are_compared_and_a_lost_worker_is_an_answer(capfd: pytest.
     assert "crashed" in broke[0]["new"]["reason"]
 
 
+def test_a_worker_that_is_lost_once_decides_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    package(pathlib.Path(), RIGHT)
+    once = "\n\nclass Dies(Gate):\n    def run(self, x):\n        import os\n\n        if not os.path.exists('died'):\n"
+    once += "            open('died', 'w').close()\n            os._exit(3)\n        return super().run(x)\n"
+    pathlib.Path("kernel.py").write_text(ADAPTER + once)
+    code, told = answered(capfd, "compare", "kernel.py:Gate", "kernel.py:Dies", *FEW)
+    (row,) = [row for row in told["lines"] if row["change"] == UNKNOWN]
+    assert (code, told["worse"]) == (UNDECIDED, None)
+    assert row["new"]["reason"].endswith(", but not again in a fresh worker")
+
+
 def test_a_version_that_cannot_be_loaded_leaves_it_undecided(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "empty").mkdir()
     where = ("--path", str(package(tmp_path / "old", RIGHT)), "--path", str(tmp_path / "empty"))

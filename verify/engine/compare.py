@@ -141,7 +141,7 @@ def compare(
     def column(one: SiteWorkers) -> tuple[list[SiteVerdict], dict[int, Called], dict[str, str]]:
         cells, bits, lines = list[SiteVerdict](), dict[int, Called](), [pair[placed.index(one)] for pair in runs]
         for number, run in enumerate(lines):
-            cells.append(one.cell(run))
+            cells.append(_confirmed(one, run))
             tell(one.place.name, number + 1, len(runs))
         for number in [number for number, run in enumerate(lines) if run.law == "oracle"][:OTHER_BITS]:
             outcome = one.outcomes.get(lines[number])
@@ -169,6 +169,15 @@ def compare(
         _domain_changes(before, after),
         {name: (did, new_did[name]) for name, did in old_did.items() if _way(new_did.get(name, did)) != _way(did)},
     )
+
+
+def _confirmed(one: SiteWorkers, run: Run) -> SiteVerdict:
+    """What a line is in a place. If it loses its worker it is run again, because an earlier case or the host may have done that."""
+    cell = one.cell(run)
+    if run in one.outcomes and one.outcomes[run].lost and one.cell(run).verdict != BROKEN:
+        one.outcomes[run] = Outcome(Verdict.UNKNOWN)
+        return SiteVerdict(NOT, reason=f"{cell.reason}, but not again in a fresh worker")
+    return cell
 
 
 def change_of(old: tuple[SiteVerdict, Outcome | None], new: tuple[SiteVerdict, Outcome | None]) -> str:
