@@ -164,7 +164,7 @@ def _print(told: _Told) -> None:
     tables = [text_table(("law", "old", "new", "change"), rows)]
     if found.errors:
         marks = marks_of(sys.stdout)
-        scale = f"error / tolerance, {STEPS[0]:g} to 1: old, new"
+        scale = f"error / tolerance, 1/{1 / STEPS[0]:g} to 1: old, new"
         tables.append(
             text_table(
                 ("output", "lines", scale, "median new / old", "largest", "errors"), [_row(one, marks) for one in found.errors]
