@@ -254,6 +254,12 @@ def test_what_cannot_be_compared_is_refused_in_one_line(capfd: pytest.CaptureFix
         code, out, err = said(capfd, "compare", *words)
         assert (code, out, err.count("\n")) == (USAGE, "", 1), words
         assert "compare needs one adapter and two places" in err, words
+    other = ADAPTER.replace("class Gate", "class Norm").replace('"gdn_gate", beta=False', '"l2norm"')
+    pathlib.Path("kernel.py").write_text(ADAPTER + other)
+    package(pathlib.Path(), RIGHT)
+    code, out, err = said(capfd, "compare", "kernel.py:Gate", "kernel.py:Norm")
+    assert (code, out, err.count("\n")) == (USAGE, "", 1)
+    assert "both versions must be of one operation, got gdn_gate and l2norm" in err
 
 
 # Time

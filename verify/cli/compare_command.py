@@ -113,6 +113,8 @@ def _drawn(options: argparse.Namespace, placed: Sequence[SiteWorkers], device: s
         except AdapterError as error:
             domains.append(None)
             print_error(f"{one.place.name}: {error}")
+    if len(operations := {domain.operation for domain in domains if domain}) > 1:
+        raise ValueError(f"both versions must be of one operation, got {' and '.join(sorted(operations))}")
     shown = (defect.run for spec in dict.fromkeys(specs) for defect in known.of(spec) if not defect.kernel)
     runs += [run for run in shown if run.adapter in specs and run.device == device and (laws is None or run.law in laws)]
     if not runs:
@@ -246,10 +248,11 @@ def _paragraph(told: _Told) -> str:
     counts = {change: found.of(change) for change in CHANGES}
     laws = {change: list(dict.fromkeys(pair.run.law for pair in pairs)) for change, pairs in counts.items()}
     compared = [pair for pair in found.pairs if pair.change != NEITHER]
+    count, names = len(found.laws()), " and ".join(dict.fromkeys(options.adapters))
     parts = [
         f"gdn-verify judged `{placed[0].place.name}` and `{placed[1].place.name}` by a float64 oracle on the same {len(compared)} "
-        f"cases of {len(found.laws())} laws ({' and '.join(dict.fromkeys(options.adapters))}, profile {options.profile}, seed "
-        f"{options.seed}, {told.device}; {placed[1].versions}). {verdict}"
+        f"cases of {count} law{'s' * (count > 1)} ({names}, profile {options.profile}, seed {options.seed}, {told.device}; "
+        f"{placed[1].versions}). {verdict}"
     ]
     for change in (BROKE, FAILS, MENDED, REFUSED, UNKNOWN, BOTH[BROKEN]):
         if pairs := counts[change]:
@@ -257,7 +260,7 @@ def _paragraph(told: _Told) -> str:
             cases = "1 case" if len(pairs) == 1 else f"{len(pairs)} cases"
             parts.append(f"{change.capitalize()}: {cases} of {', '.join(laws[change])}{line}.")
     errors = {word: [one.output for one in found.errors if one.word == word] for word in ("grew", "shrank")}
-    parts += [f"Errors {word} in {', '.join(names)}." for word, names in errors.items() if names]
+    parts += [f"Errors {word} in {', '.join(outputs)}." for word, outputs in errors.items() if outputs]
     if found.errors and not any(errors.values()):
         parts.append("Errors within the tolerances are as large as before.")
     parts += [f"{label.capitalize()}: {text}." for label, text in _facts(found) if label not in ("domain", "refusals")]
