@@ -110,7 +110,7 @@ def test_the_new_version_is_worse_if_something_became_broken_or_a_promise_was_lo
     assert comparison(held, MENDED, ADDED, FAILS, BOTH[IS_BROKEN], NEITHER).worse() is False
     assert comparison(held, BROKE, UNKNOWN).worse() is True
     assert comparison(held, REFUSED).worse() is True
-    assert comparison(held, gone=["scale"]).worse() is True
+    assert comparison(held, gone=["parameter scale is gone"]).worse() is True
     assert comparison(held, unsteady=["o"]).worse() is True
     assert comparison(held, refusals={"no tokens": (refuses, silent)}).worse() is True
     assert comparison(held, refusals={"no tokens": (refuses, "crashed (signal 11)")}).worse() is True
@@ -226,6 +226,16 @@ def test_two_adapters_are_compared_and_a_lost_worker_is_an_answer(capfd: pytest.
     assert len(broke) >= 2
     assert all("adapter=kernel.py:Dies" in row["line"] and row["new"]["outputs"] == ["call"] for row in broke)
     assert "crashed" in broke[0]["new"]["reason"]
+
+
+def test_a_promise_that_only_the_old_adapter_makes_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    package(pathlib.Path(), RIGHT)
+    text = ADAPTER.replace("class Gate", "class Loose").replace("beta=False", "beta=False, deterministic=False")
+    pathlib.Path("kernel.py").write_text(ADAPTER + text)
+    code, told = answered(capfd, "compare", "kernel.py:Gate", "kernel.py:Loose", *FEW)
+    assert (code, told["lost"]) == (BROKEN, ["deterministic is no longer promised"])
+    assert "deterministic: True before, False now" in told["domain"]
+    assert answered(capfd, "compare", "kernel.py:Loose", "kernel.py:Gate", *FEW)[0] == HOLDS
 
 
 def test_a_worker_that_is_lost_once_decides_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from properties.books import book_of
+from properties.laws.promises import PROMISES
 from properties.words.options import text_of_values, values_of
 from verify.engine.across import BROKEN, HOLDS, NOT, SiteVerdict, SiteWorkers, everywhere
 from verify.execution.line import Run
@@ -18,6 +19,7 @@ BROKE, MENDED, REFUSED, UNKNOWN = "became broken", "mended", "now refused", "und
 ADDED, FAILS = "new", "new, but broken"
 BOTH, NEITHER = {HOLDS: "holds in both", BROKEN: "broken in both"}, "asked in neither"
 CHANGES = (BROKE, REFUSED, UNKNOWN, FAILS, MENDED, BOTH[BROKEN], BOTH[HOLDS], ADDED, NEITHER)  # the first one decides for a law
+BITS = ("deterministic", "position_independent", *PROMISES)  # promises of a domain about bits
 OTHER_BITS = 12  # lines whose bits are compared
 TIMED, ROUNDS, CALLS = 2, 5, 5  # lines that are timed, the turns of each version, and the calls of a turn
 REFUSAL_S, TIMING_S = 30.0, 600.0  # for one illegal input, and for a turn, in the first of which Triton tunes kernels
@@ -85,7 +87,7 @@ class Differences:
     - `bits`: for each line whose bits were compared, the outputs that differ
     - `unsteady`: outputs that differ in a second call of the new version, and not of the old one
     - `parameters`, `domain`: parameters of the function under test, and fields of the adapter's domain, that differ, in words
-    - `gone`: the parameters that the new version lacks
+    - `gone`: in words, the parameters that the new version lacks, and what only the adapter of the old one promises to the bit
     - `refusals`: for each illegal input with which they do other things, what the old and the new one do
     - `timings`: on a GPU; `untimed` says why there are none
     """
@@ -120,7 +122,7 @@ class Differences:
         wrong = [name for name, (old, new) in self.refusals.items() if _refuses(old) and not _refuses(new)]
         return [
             *([f"{len(refused)} lines are refused"] if (refused := self.of(REFUSED)) else []),
-            *(f"parameter {name} is gone" for name in self.gone),
+            *self.gone,
             *(f"{name} is no longer refused" for name in wrong),
             *(f"{name} differs from call to call" for name in self.unsteady),
         ]
@@ -165,7 +167,7 @@ def compare(
         {str(runs[n][1]): [name for name, bits in old_bits[n].bits.items() if bits != new_bits[n].bits.get(name)] for n in both},
         sorted({name for n in both for name in {*new_bits[n].unsteady} - {*old_bits[n].unsteady}}),
         [words for words, _ in parameters],
-        [gone for _, every in parameters for gone in every],
+        [*(f"parameter {name} is gone" for _, names in parameters for name in names), *_promised_before(before, after)],
         _domain_changes(before, after),
         {name: (did, new_did[name]) for name, did in old_did.items() if _way(new_did.get(name, did)) != _way(did)},
     )
@@ -280,6 +282,15 @@ def _domain_changes(before: SiteWorkers, after: SiteWorkers) -> list[str]:
         else:
             words.append(f"{name}: {was} before, {now} now")
     return words
+
+
+def _promised_before(before: SiteWorkers, after: SiteWorkers) -> list[str]:
+    """What only the adapter of the old version promises to the bit, in words."""
+    domains = [described.domain for one in (before, after) for described in one.described.values()]
+    if len(domains) < 2:
+        return []
+    lost = [name for name in BITS if getattr(domains[0], name, False) and not getattr(domains[1], name, False)]
+    return [f"{name} is no longer promised" for name in lost]
 
 
 def _called(one: SiteWorkers, run: Run, timed: int = 0) -> Called | None:
