@@ -24,6 +24,7 @@ from verify.engine import compare as engine
 from verify.engine.across import BROKEN, HOLDS, NOT, Site, SiteVerdict, SiteWorkers
 from verify.engine.asking import describe
 from verify.engine.compare import (
+    APART,
     BOTH,
     BROKE,
     CHANGES,
@@ -167,11 +168,8 @@ def _print(told: _Told) -> None:
     if found.errors:
         marks = marks_of(sys.stdout)
         scale = f"error / tolerance, 1/{1 / STEPS[0]:g} to 1: old, new"
-        tables.append(
-            text_table(
-                ("output", "lines", scale, "median new / old", "largest", "errors"), [_row(one, marks) for one in found.errors]
-            )
-        )
+        header = ("output", "lines", scale, "median new / old", "largest", "errors")
+        tables.append(text_table(header, [_row(one, marks) for one in found.errors]))
     terminal.write("\n".join(["", *(line for table in tables for line in (*table, ""))]), sys.stdout)
     for change in TOLD:
         for number, pair in enumerate(pairs := found.of(change)):
@@ -180,7 +178,7 @@ def _print(told: _Told) -> None:
         if len(pairs) > SHOWN:
             print_line(f"{change}: and {len(pairs) - SHOWN} more lines, which --json lists")
     for error in found.errors:
-        if error.line and error.word == "grew":
+        if error.line and (error.word == "grew" or max(error.new) > APART * max(error.old)):
             print_line(f"errors of {error.output} grew most in: {error.line}")
     for label, text in _facts(found):
         print_line(f"{label:<14}{text}")
@@ -201,17 +199,10 @@ def _row(one: Errors, marks: str) -> tuple[str, ...]:
     pictures = []
     for ratios in (one.old, one.new):
         counts = distribution(ratios)
-        pictures.append("".join(marks[-(-count * (len(marks) - 1) // max(counts))] for count in counts))
+        pictures.append("".join(marks[-(-count * (len(marks) - 1) // max(1, *counts))] for count in counts))
     words = [f"{count} {word}" for count, word in ((one.grew, "grew"), (one.shrank, "shrank")) if count]
-    largest = f"{max(one.old):.2g} -> {max(one.new):.2g}"
-    return (
-        one.output,
-        str(len(one.old)),
-        "  ".join(pictures),
-        f"{one.factor:.2f}",
-        largest,
-        f"{one.word} ({', '.join(words)})" if words else one.word,
-    )
+    largest, word = f"{max(one.old):.2g} -> {max(one.new):.2g}", f"{one.word} ({', '.join(words)})" if words else one.word
+    return one.output, str(len(one.old)), "  ".join(pictures), f"{one.factor:.2f}", largest, word
 
 
 def _told(cell: SiteVerdict) -> str:
