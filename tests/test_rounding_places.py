@@ -107,7 +107,7 @@ def test_precisions_of_each_class() -> None:
         assert arithmetic("bf16", **options) == Arithmetic(9, 24, 24, 8, **options)
         assert arithmetic("fp16", **options) == Arithmetic(9, 24, 24, 11, FP16_STEP, **options)
         assert arithmetic("fp32", **options, products="tf32") == Arithmetic(9, 24, 24, 24, **options)
-    assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, EXACT, "exact", None, 0)
+    assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, EXACT, "exact", None, ())
     assert (arithmetic().gate, arithmetic().chunk) == (EXACT, None), "what only a call can tell"
 
 

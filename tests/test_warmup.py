@@ -175,13 +175,14 @@ def test_large_cases_of_several_processes_take_turns_and_small_ones_do_not_wait(
     with turns.turn("cuda", turns.LARGE):  # nobody releases a place, so it goes on without
         assert asked == ["places"]
     release.set()
+    for other in others:
+        other.join(60)
     monkeypatch.setattr(turns, "WAIT_S", 60.0)
     with turns.turn("cuda", turns.LARGE):
         taker = fresh.Process(target=takes, args=(str(tmp_path), (1, 2), held, release))
         taker.start()
         assert held.get(timeout=60) == 2
     assert turns.taken((1,), 0.0) == 1, "it was released"
-    for process in (*others, taker):
-        process.join(60)
+    taker.join(60)
     locks._file().close()
     locks._file.cache_clear()
