@@ -112,6 +112,7 @@ def test_outside_is_a_known_word() -> None:
 def test_domains_leave_out_what_they_exclude() -> None:
     layouts = ["state_v_first", "head_first"]
     assert outside_of(Domain()) == layouts
+    assert outside_of(Domain(options=(("state_v_first", ("no", "yes")),))) == ["head_first"]
     assert outside_of(Domain(packed=False, qk_norm=False)) == ["packed", "qk_norm", *layouts]
     assert outside_of(ModuleDomain("causal_conv1d")) == ["attention_mask"]
     assert outside_of(ModuleDomain("causal_conv1d", packed=False, initial_state=False, attention_mask=True)) == [

@@ -62,6 +62,7 @@ class Outside:
             "gate": next((gate for gate in MEMORY if gate in getattr(domain, "gates", ())), "long"),
             "values": "ordinary",
             "left_out": "none",
+            "options": "none",
             "cached": False,
             "state": "random" if not words and getattr(domain, "initial_state", False) else "none",
             "final_states": domain.final_states,
@@ -103,6 +104,11 @@ def _is_rule(domain: Any) -> bool:
     return domain.operation in ("gated_delta_rule", "delta_rule", "kda") and hasattr(domain, "initial_states")
 
 
+def _in_no_option(layout: str) -> Callable[[Any], bool]:
+    """Return whether a domain of rules has no option for a layout."""
+    return lambda domain: _is_rule(domain) and layout not in dict(domain.options)
+
+
 OUTSIDE: dict[str, Outside] = {
     "packed": Outside(
         _without("packed"),
@@ -126,8 +132,7 @@ OUTSIDE: dict[str, Outside] = {
         {"packed": False, "final_state": False},
         law="left_padding",
     ),
-    "state_v_first": Outside(_is_rule),
-    "head_first": Outside(_is_rule),
+    **{name: Outside(_in_no_option(name)) for name in ("state_v_first", "head_first")},
 }
 
 
