@@ -62,7 +62,8 @@ def test_what_a_function_takes_beyond_its_domain(adapter: str, did: dict[str, st
     found = answers(adapter, worker, tmp_path)
     assert {what: answer.did for what, answer in found.items()} == did
     for answer in found.values():
-        assert answer.cases == (1 if answer.did == WRONG else CASES)
+        assert answer.cases <= CASES
+        assert answer.did == WRONG or answer.cases == CASES
 
 
 def test_a_wrong_answer_has_a_line_that_repeats_it(worker: Worker, tmp_path: pathlib.Path) -> None:

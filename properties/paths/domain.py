@@ -103,6 +103,8 @@ class PathDomain(AnyDomain):
     recomputes: Annotated[bool, flag("recompute")] = False
     """Whether it can compute activations again in backward."""
     deterministic: Annotated[bool, flag("deterministic")] = True
+    replicas: bool = True
+    """Whether results that TP ranks hold together are the same on each of them, to the bit."""
     backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
     """Whether a caller may put other offsets into a `cu_seqlens` that an earlier call had."""

@@ -169,6 +169,34 @@ class RankBench(Watched):
             results[gradient_name(name)] = whole if self.domain.steps else call.shared.summed(name, whole, place)
         return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
 
+    def accumulated(self, inputs: Inputs, several: Sequence[Results]) -> Results:
+        calls = [self._prepared(self.case, self.place, inputs, cotangents) for cotangents in several]
+        call, leaves = calls[0], calls[0].leaves
+        copies = Copies(leaves)
+
+        def forward_and_backward() -> None:
+            for other in calls:
+                y = self.adapter.run(call.arguments, self.place)
+                checked = self._checked(y, call)
+                if y.requires_grad:
+                    y.backward(other.direction)
+                elif checked.numel():
+                    self._backward(y, checked, [])
+
+        with call.guards[0].known(), call.guards[1].known():
+            self.call_implementation(forward_and_backward)
+        for name in copies.changed():
+            self.impure.append(changed(name))
+        results = {}
+        for name, leaf in leaves.items():
+            whole = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+            results[gradient_name(name)] = call.shared.summed(name, whole, self.place)
+        return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
+
+    def of_first(self, x: Tensor) -> Tensor:
+        whole = self.place.tp.all_gather(x.to(self.device).contiguous())
+        return whole[: len(x)].cpu()
+
     def _step(self, call: "_Call") -> tuple[Tensor, list[Tensor | None]]:
         """The output and the gradients of a training step of the path. AdapterFault if one has a wrong shape."""
         assert call.direction is not None
