@@ -458,8 +458,8 @@ def _divides(case: ParallelCase, variant: str | None) -> str | None:
 def _illegal(case: ParallelCase, variant: str | None) -> str | None:
     if variant in ("length", "total", "order") and not case.packed:
         return "packed=yes"
-    if variant == "length" and case.cp == 1:
-        return "cp over 1"
+    if variant == "length" and (case.cp == 1 or case.layout != "zigzag"):
+        return "cp over 1 and layout=zigzag"
     if variant == "heads" and case_ranks(case) == 1:
         return "more than one rank"
     return None
