@@ -497,6 +497,7 @@ def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
 
 # For laws that run no layer, or only count its collectives, one way to compute it is enough.
 _QUICK: dict[str, Any] = {"conv": "torch", "qk_norm": "separate", "rule": "torch", "chunked": 0.0}
+_IN_TORCH: dict[str, Any] = {"conv": "torch", "rule": "torch", "chunked": 0.0}  # what it shows does not depend on kernels
 _EXCHANGES: dict[str, Any] = {**_QUICK, "exchanges": True}
 LAYOUT_ONLY = {**_EXCHANGES, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
 EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)
@@ -605,7 +606,7 @@ PATH_LAWS: dict[str, Law] = {
             "replicas",
             "exact",
             "TP ranks that hold the same output, or the same gradient of hidden states, hold the same bits",
-            lambda domain: _paths(path_cases(domain, tokens=40, chunked=0.0, sp=False, mesh=_with_tp(domain))),
+            lambda domain: _paths(path_cases(domain, tokens=40, sp=False, mesh=_with_tp(domain), **_IN_TORCH)),
             _replicas,
             lambda domain: (
                 _needs_layer(computes=True, replicas=True)(domain)
@@ -617,7 +618,7 @@ PATH_LAWS: dict[str, Law] = {
             "accumulated",
             "truth",
             "gradients of several micro-batches add up in place",
-            lambda domain: _paths(path_cases(domain, tokens=40, chunked=0.0, values="ordinary")),
+            lambda domain: _paths(path_cases(domain, tokens=40, values="ordinary", **_IN_TORCH)),
             _accumulated,
             _needs(computes=True, backward=True, steps=False),
             lacks=lambda case, _: None if case.backward else "backward=yes",
