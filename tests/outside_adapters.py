@@ -131,6 +131,13 @@ def layer(hidden: Tensor, others: Inputs, attention_mask: Tensor | None = None) 
     return Layered().run(others.replaced(hidden=hidden, pads=pads))
 
 
+def takes_padding(
+    hidden: Tensor, others: Inputs, padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A right layer, whose mask has ones where a row is padding."""
+    return layer(hidden, others, None if padding_mask is None else 1 - padding_mask)
+
+
 def ignores_masks(
     hidden: Tensor, others: Inputs, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -256,6 +263,15 @@ class MaskedLayer(Adapter):
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return layer(x.hidden, x.replaced(pads=None))
+
+
+class MaskedByOnes(MaskedLayer):
+    """A mask with ones where a row is padding is right."""
+
+    api = takes_padding
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return takes_padding(x.hidden, x.replaced(pads=None))
 
 
 class IgnoresMasks(MaskedLayer):

@@ -55,6 +55,7 @@ def answers(adapter: str, worker: Worker, folder: pathlib.Path) -> dict[str, Ans
         ("OneByOne", {}),
         ("Everything", {}),
         ("MaskedLayer", {"attention_mask": RIGHT}),
+        ("MaskedByOnes", {"attention_mask": RIGHT}),
         ("IgnoresMasks", {"attention_mask": WRONG}),
     ],
 )
@@ -172,6 +173,16 @@ def test_strict_domain_exits_with_1_for_what_is_accepted_and_wrong(
 def test_without_strict_domain_nothing_changes(tmp_path: pathlib.Path) -> None:
     assert check("IgnoresOffsets", tmp_path) == 0
     assert check("Refuses", tmp_path, "--strict-domain") == 0
+
+
+def test_a_line_outside_the_domain_is_no_known_defect(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = tmp_path / "known.toml"
+    line = f"law=oracle adapter={pathlib.Path(FILE).resolve()}:IgnoresOffsets outside=packed lengths=3+5 packed=yes"
+    known.write_text(
+        f'[[defect]]\nrun = "{line}"\nversions = {{ torch = ["9"] }}\nwhere = "packed=yes"\nreason = "it ignores them"\n'
+    )
+    assert check("IgnoresOffsets", tmp_path, "--known", str(known)) == 2
+    assert "its line must be inside the domain, got outside=packed" in capsys.readouterr().err
 
 
 def test_strict_domain_and_a_sweep_exclude_each_other(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

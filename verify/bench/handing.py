@@ -52,6 +52,16 @@ def _turned(x: Inputs) -> Any:
     return x.state.mT.contiguous()
 
 
+def _mask(x: Inputs) -> Any:
+    return padding_mask(x, _tokens(x))
+
+
+def _padding(x: Inputs) -> Any:
+    """A mask that has ones where a row is padding."""
+    mask = padding_mask(x, _tokens(x))
+    return None if mask is None else 1 - mask
+
+
 def _yes(_: Inputs) -> bool:
     return True
 
@@ -74,7 +84,7 @@ WAYS: Mapping[str, tuple[Mapping[str, Value], ...]] = {
         dict.fromkeys(("use_qk_l2norm_in_kernel", "use_qk_l2norm", "use_qk_norm_in_kernel", "qk_l2norm", "qk_norm"), _yes),
     ),
     "scale": (dict.fromkeys(("scale", "softmax_scale", "sm_scale"), lambda x: x.scale),),
-    "attention_mask": (dict.fromkeys(_MASKS, lambda x: padding_mask(x, _tokens(x))),),
+    "attention_mask": (dict.fromkeys(_MASKS, _mask), dict.fromkeys(_MASKS, _padding)),
     "state_v_first": (dict.fromkeys(("state_v_first", "transpose_state_layout"), _yes),),
     "head_first": ({"head_first": _yes},),
 }
