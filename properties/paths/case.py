@@ -52,7 +52,7 @@ _STREAMS = (
 
 def _normalises(case: Any) -> bool:
     """Whether the operation normalises q and k: a layer does in each of its forms, and a rule does in its kernel."""
-    return case.operation == "gdn_layer" or (case.operation in RULES and case.qk_norm == "in_kernel")
+    return case.operation in ("gdn_layer", "kda_layer") or (case.operation in RULES and case.qk_norm == "in_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
