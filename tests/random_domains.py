@@ -129,10 +129,11 @@ FIELDS: dict[type[Any], dict[str, Draw]] = {
         "drawing": lambda chance: Drawing(long=LONG(chance)),
     },
     PathDomain: {
-        "operation": one(*OPERATIONS, "kda_layer"),
+        "operation": one(*OPERATIONS, "decode"),
         "ranks": one(1, 2, 3, 4, 8, 0, 64),
         "exchange_ranks": one(1, 2, 4, 64, 0),
         "layouts": some(*LAYOUTS),
+        "in_kernel": one(("none",), ("none", "gate"), ("none", "gate", "beta", "both")),
         "dtypes": DTYPE,
         "offsets": OFFSETS,
         "widths": one((8, 16, 4, 12), (8,), (1,), (256,), (128, 64), ()),

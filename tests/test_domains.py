@@ -21,7 +21,7 @@ from tests.faults import not_refused
 from tests.random_domains import as_checked, changed, faults, laws_of, random_domain
 from verify.engine.drawing import seeded
 
-LAYER = ("zigzag", "contiguous")
+LAYER = ("zigzag", "zigzag_batch", "contiguous")
 OTHERS: dict[str, Any] = {"layouts": ("contiguous",), "choices": (), "refuses": False}
 Made = type[Any]
 
@@ -38,15 +38,19 @@ def test_what_cannot_be_drawn_is_refused_in_one_line() -> None:
     rows = [
         (
             PathDomain,
-            {"operation": "kda_layer"},
-            "operation must be one of gdn_layer, gated_delta_rule, kda, causal_conv1d, got 'kda_",
+            {"operation": "decode"},
+            "operation must be one of gdn_layer, gated_delta_rule, kda, causal_conv1d, kda_layer, got 'deco",
         ),
         (
             PathDomain,
             {"operation": "delta_rule"},
-            "operation must be one of gdn_layer, gated_delta_rule, kda, causal_conv1d, got 'delt",
+            "operation must be one of gdn_layer, gated_delta_rule, kda, causal_conv1d, kda_layer, got 'delt",
         ),
-        (PathDomain, {"layouts": LAYER}, "layouts must be zigzag alone for gdn_layer, got zigzag, contiguous"),
+        (
+            PathDomain,
+            {"layouts": LAYER},
+            "layouts must be zigzag or contiguous for gdn_layer, got zigzag, zigzag_batch, contiguous",
+        ),
         (PathDomain, {"layouts": ()}, "layouts must be a tuple of some of zigzag, zigzag_batch, contiguous, got ()"),
         (PathDomain, {"ranks": 0}, "ranks must be in 1..1024, got 0"),
         (PathDomain, {"exchange_ranks": 2048}, "exchange_ranks must be in 1..1024, got 2048"),

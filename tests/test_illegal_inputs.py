@@ -58,11 +58,12 @@ DOMAINS: dict[str, list[Any]] = {
         PathDomain(refuses=False, packed=False),
         *(PathDomain(operation, **RULES_OF_PATHS) for operation in ("gated_delta_rule", "kda")),
         PathDomain("causal_conv1d", **RULES_OF_PATHS | {"choices": (), "layouts": ("contiguous",)}),
+        PathDomain("kda_layer", **RULES_OF_PATHS | {"choices": (), "layouts": ("contiguous",)}),
     ],
     "traces": [TraceDomain(), TraceDomain(padding_slots=("0",), key_widths=(24,), value_dims=(40, 96))],
 }
 # How many illegal inputs do not exist for the domains above.
-NOT_RUN = {"pools": [0, 3, 2, 2], "layers": [0, 0, 3], "paths": [0, 5, 0, 0, 4], "traces": [0, 0]}
+NOT_RUN = {"pools": [0, 3, 2, 2], "layers": [0, 0, 3], "paths": [0, 5, 0, 0, 4, 4], "traces": [0, 0]}
 
 
 def calls(book: Book, domain: Any) -> dict[str, tuple[Any, Any] | str]:

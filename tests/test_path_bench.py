@@ -16,6 +16,7 @@ from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
 from properties.paths.laws import PATH_LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
+from tests import wrong_ranks
 from tests.random_domains import faults
 from tests.together import for_each
 from verify.adapters.base import PathAdapter
@@ -61,6 +62,9 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     paths.CannotBeBuiltWithCp: ("parallel",),
     paths.LosesTheSecondChunk: ("parallel",),
     paths.SecondChunkEndsEarly: ("parallel",),
+    wrong_ranks.AddsFromItself: ("replicas",),
+    wrong_ranks.RoundsByRank: ("replicas",),
+    wrong_ranks.OverwritesTheGradient: ("accumulated",),
 }
 # How small a case gets: ranks and tokens.
 SMALLEST = {
@@ -80,6 +84,12 @@ def drawn(law: str) -> tuple[Example, ...]:
     return tuple(examples)
 
 
+def spec_of(mutant: type[PathAdapter]) -> str:
+    """The adapter of a mutant, in the zoo or in wrong_ranks.py."""
+    place = "zoo/" if mutant.__module__ == paths.__name__ else "tests/wrong_ranks.py:"
+    return f"{place}{mutant.__name__}"
+
+
 @functools.cache
 def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
     """A broken run of a mutant among as many cases as the default profile has.
@@ -91,7 +101,7 @@ def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
     if mutant in (paths.LosesTheSecondChunk, paths.SecondChunkEndsEarly):
         examples = tuple(x for x in examples if x.case.cp > 1 and x.case.tokens >= 2 * DOMAIN.drawing.chunk * x.case.cp)
     for example in sorted(examples, key=lambda example: (example.case.dtype != "fp32", example.case.tokens)):
-        run = Run(law, f"zoo/{mutant.__name__}", example)
+        run = Run(law, spec_of(mutant), example)
         outcome = execute(run)
         assert outcome.verdict is not Verdict.UNKNOWN, (str(run), outcome.reason)
         if outcome.verdict is Verdict.BROKEN:
@@ -134,6 +144,22 @@ def test_a_killing_case_is_shrunk_small(mutant: type[PathAdapter], law: str) -> 
     assert str(Run.parse(line)) == line
 
 
+@pytest.mark.parametrize("law", ["replicas", "accumulated", "parallel"])
+@pytest.mark.slow_after_first
+def test_right_paths_hold_what_ranks_and_micro_batches_show(law: str) -> None:
+    for right in (paths.Mutant, wrong_ranks.RoundsAlike):
+        for example in drawn(law)[:8]:
+            outcome = execute(Run(law, "gdn/layer" if right is paths.Mutant else spec_of(right), example))
+            assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (right, law, str(example), outcome)
+
+
+@pytest.mark.parametrize("mutant", [wrong_ranks.AddsFromItself, wrong_ranks.RoundsByRank, wrong_ranks.OverwritesTheGradient])
+@pytest.mark.slow_after_first
+def test_no_other_law_of_one_call_sees_what_ranks_together_show(mutant: type[PathAdapter]) -> None:
+    for example in drawn("parallel")[:8]:
+        assert execute(Run("parallel", spec_of(mutant), example)).verdict is not Verdict.BROKEN
+
+
 def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
     here = {law.name for law in PATH_LAWS.values() if not law.of_process}  # the others are in tests/test_histories.py
     assert {law for laws in KILLED_BY.values() for law in laws} == here
@@ -141,7 +167,8 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
 
 def test_every_mutant_has_a_story_and_a_test() -> None:
     wrong = {member for member in vars(paths).values() if isinstance(member, type) and issubclass(member, paths.Mutant)}
-    assert wrong - {paths.Mutant} == set(KILLED_BY)
+    elsewhere = {kind for kind in vars(wrong_ranks).values() if isinstance(kind, type) and kind.__module__ == wrong_ranks.__name__}
+    assert wrong - {paths.Mutant} == set(KILLED_BY) - elsewhere
     assert all(mutant.__doc__ and mutant.__doc__ != paths.Mutant.__doc__ for mutant in wrong - {paths.Mutant})
 
 
@@ -232,6 +259,9 @@ ON_TWO = dataclasses.replace(DOMAIN, ranks=2, exchange_ranks=2, saves=True)
 def test_two_ranks_share_tensors_as_often_as_tokens_and_laws_about_exchanges_mostly_share_tokens(law: str) -> None:
     cases: list[ParallelCase] = []
     seeded(PATH_LAWS[law].draw(ON_TWO), 4, 400, lambda example: cases.append(example.case))
+    if law == "replicas":  # it is about ranks that share tensors
+        assert {(case.tp, case.cp) for case in cases} == {(2, 1)}
+        return
     assert {(case.tp, case.cp) for case in cases} == {(2, 1), (1, 2)}
     share = sum(case.tp == 2 for case in cases) / len(cases)
     assert share < 1 / 4 if law in ("exchange", "round_trip", "fused", "traffic") else 2 / 5 < share < 3 / 5

@@ -107,7 +107,7 @@ def test_tagged_numbers_are_distinct_and_exact() -> None:
         ("lengths=4 padding=least", "padding must be none unless packed=yes, got least"),
         ("lengths=4 heads=2", "value_heads must be a multiple of heads 2, got 1"),
         ("lengths=4 tp=4 sp=yes cp=2 heads=8 value_heads=8", "sp=yes needs a multiple of tp = 4 tokens on every CP rank, got 2"),
-        ("lengths=4 layout=contiguous", "layout must be zigzag for op=gdn_layer, got contiguous"),
+        ("lengths=4 layout=zigzag_batch", "layout must be zigzag or contiguous for op=gdn_layer, got zigzag_batch"),
         ("lengths=4 op=kda tp=2 heads=2 value_heads=2", "op=kda must have tp=1 sp=no padding=none"),
         ("lengths=4 op=decode", "operation must be one of gdn_layer"),
         ("lengths=4 rule=cuda", "rule must be one of torch, fla, got 'cuda'"),

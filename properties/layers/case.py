@@ -144,7 +144,14 @@ class LayerCase(Line):
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = "scaled" if self.values == "scaled" else "ordinary"
         return ParallelCase(
-            **{**fields, "operation": "gdn_layer", "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values}
+            **{
+                **fields,
+                "operation": "gdn_layer",
+                "lengths": (self.tokens + self.tokens % 2,),
+                "packed": False,
+                "values": values,
+                "state": "none",
+            }
         )
 
     def inputs(self, device: str | None = None) -> Inputs:

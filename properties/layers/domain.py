@@ -60,6 +60,8 @@ class LayerDomain(AnyDomain):
     """Whether gradients flow through the states."""
     attention_mask: bool = True
     """Whether a mask can exclude padding at the start of a batch's rows."""
+    padded_states: bool = False
+    """Whether a call with such a mask may have initial states, which go on with the first token that is no padding."""
     views: bool = True
     """Whether hidden states may be non-contiguous."""
     deterministic: bool = True

@@ -126,7 +126,18 @@ def _cache_examples(draw: st.DrawFn, domain: LayerDomain) -> Example:
 
 
 def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
-    return "packed=no state=none" if case.packed or case.state != "none" else None
+    return "packed=no" if case.packed else None
+
+
+def _beside_states(domain: LayerDomain, example: Example) -> str | None:
+    """Return why a domain does not have padding in an example, or None: few layers take it beside an initial state."""
+    return "padding beside an initial state" if example.case.state != "none" and not domain.padded_states else None
+
+
+def _padded(domain: LayerDomain) -> st.SearchStrategy[Example]:
+    states: dict[str, Any] = {} if domain.padded_states else {"state": "none"}
+    cases = layer_cases(domain, packed=False, longest=33, total=80, **states)
+    return examples_of(cases.filter(lambda case: any(case.pads())))
 
 
 def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
@@ -180,12 +191,11 @@ LAYER_LAWS: dict[str, Law] = {
             "left_padding",
             "truth",
             "padding at the start of rows, which the attention mask leaves out, changes nothing",
-            lambda domain: examples_of(
-                layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
-            ),
+            _padded,
             common_laws.left_padding,
             common_laws.first_of(_promises("attention_mask"), _promises("batched")),
             lacks=_padded_lacks,
+            outside=_beside_states,
         ),
         Law(
             "cache",

@@ -16,18 +16,19 @@ from oracles import parallel
 from oracles.arithmetic.counter import integers, mix_number
 from oracles.arithmetic.rounding import BITS
 from oracles.conv import CAUSAL_CONV1D
-from oracles.layer import GDN_LAYER, Layer
+from oracles.layer import GDN_LAYER, KDA_LAYER, KdaLayer, Layer
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.parallel import Layout
 from oracles.rule.segments import Restarts
 from oracles.sharding import Mesh
-from properties.rules.case import Case, check_norm
+from properties.rules.case import IN_KERNEL, Case, check_norm
 from properties.rules.numbers import NORM_EPS, small_factor
 from properties.words.line import MAX_TOKENS, SEEDS, Line
 from properties.words.word import Word, like
 
 LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
+LAYER_LAYOUTS = ("zigzag", "contiguous")
 PADDINGS = ("none", "least", "more")
 GATES = ("long", "ordinary", "mixed")
 VALUES = ("ordinary", "scaled", "small")
@@ -43,12 +44,15 @@ MOST_WIDTH = 1024  # of heads, K and V
 
 # A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
 _CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
-_STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias")
+_STREAMS = (
+    *("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias"),
+    *("decay_proj", "gate_proj", "gate_bias", "channel_bias"),
+)
 
 
 def _normalises(case: Any) -> bool:
     """Whether the operation normalises q and k: a layer does in each of its forms, and a rule does in its kernel."""
-    return case.operation == "gdn_layer" or (case.operation in RULES and case.qk_norm == "in_kernel")
+    return case.operation in ("gdn_layer", "kda_layer") or (case.operation in RULES and case.qk_norm == "in_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ParallelCase(Line):
     lengths: tuple[int, ...]
     """Tokens per sequence. If packed (THD), sequences follow each other along the tokens. Otherwise (SBHD) they are a batch, and
     each is cut in the same way."""
-    operation: Annotated[str, Word(choices=("gdn_layer", "causal_conv1d", *RULES))] = "gdn_layer"
+    operation: Annotated[str, Word(choices=("gdn_layer", "causal_conv1d", *RULES, "kda_layer"))] = "gdn_layer"
     tp: Annotated[int, Word(span=(1, MAX_RANKS), counted=True)] = 1
     cp: Annotated[int, Word(span=(1, MAX_RANKS), counted=True)] = 1
     sp: Annotated[bool, Word(counted=True, simplest=(False,))] = False
@@ -97,6 +101,12 @@ class ParallelCase(Line):
     qk_norm_eps: Annotated[str, like(Case, "qk_norm_eps", key=False, acts=_normalises)] = "1e-6"
     """The eps of the norm of q and k, if the operation normalises them."""
     qk_norm_form: Annotated[str, like(Case, "qk_norm_form", key=False, acts=_normalises)] = "inside"
+    in_kernel: Annotated[str, Word(choices=IN_KERNEL, counted=True, simplest=("none", "gate", "beta"))] = "none"
+    """Which of gate and beta a rule computes itself: the gate from a, A_log and dt_bias, beta from b."""
+    state: Annotated[str, Word(choices=("none", "random"), counted=True, simplest=("none",))] = "none"
+    """Whether a rule has initial states."""
+    final_state: Annotated[bool, Word(simplest=(False,))] = False
+    """Whether a rule returns final states."""
     seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
@@ -107,8 +117,10 @@ class ParallelCase(Line):
             raise ValueError(f"padding must be none unless packed=yes, got {self.padding}")
         if self.operation != "gdn_layer" and (self.tp > 1 or self.sp or self.padding != "none"):
             raise ValueError(f"op={self.operation} must have tp=1 sp=no padding=none, got {self}")
-        if self.operation == "gdn_layer" and self.layout != "zigzag":
-            raise ValueError(f"layout must be zigzag for op=gdn_layer, got {self.layout}")
+        if self.operation == "gdn_layer" and self.layout not in LAYER_LAYOUTS:
+            raise ValueError(f"layout must be zigzag or contiguous for op=gdn_layer, got {self.layout}")
+        if self.operation not in RULES and (self.in_kernel, self.state, self.final_state) != ("none", "none", False):
+            raise ValueError(f"op={self.operation} must have in_kernel=none state=none final_state=no, got {self}")
         if self.heads % (self.tp * self.cp if self.operation == "gdn_layer" else 1):
             raise ValueError(f"heads must be a multiple of tp * cp = {self.tp * self.cp}, got {self.heads}")
         check_norm(self, acts=_normalises(self), needs="op=gdn_layer, or a rule with qk_norm=in_kernel", backward=self.backward)
@@ -126,12 +138,14 @@ class ParallelCase(Line):
     @property
     def layer(self) -> Layer:
         """The widths of the layer."""
-        return Layer(self.hidden, self.heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
+        kind = KdaLayer if self.operation == "kda_layer" else Layer
+        return kind(self.hidden, self.heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
 
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return {"gdn_layer": GDN_LAYER, "causal_conv1d": CAUSAL_CONV1D}.get(self.operation) or self.call().spec
+        others = {"gdn_layer": GDN_LAYER, "kda_layer": KDA_LAYER, "causal_conv1d": CAUSAL_CONV1D}
+        return others.get(self.operation) or self.call().spec
 
     @functools.cached_property
     def padded(self) -> tuple[int, ...]:
@@ -202,6 +216,8 @@ class ParallelCase(Line):
             qk_norm=self.qk_norm == "in_kernel",
             qk_norm_eps=self.qk_norm_eps,
             qk_norm_form=self.qk_norm_form,
+            in_kernel=self.in_kernel,
+            state=self.state,
             offsets=self.offsets,
             backward=self.backward,
             seed=self.seed,
@@ -218,8 +234,8 @@ class ParallelCase(Line):
                 cu_seqlens=self.cu_seqlens(device),
                 activation="silu",
             )
-        if self.operation != "gdn_layer":
-            return self.call().inputs(device).replaced(output_final_state=False)
+        if self.operation in RULES:
+            return self.call().inputs(device).replaced(output_final_state=self.final_state)
         layer = self.layer
         channels, outputs = layer.offsets()["z"], sum(layer.sections.values())
         hidden = self._uniform("hidden", (*self.batch, layer.hidden), device)
@@ -245,15 +261,30 @@ class ParallelCase(Line):
             qk_norm_eps=NORM_EPS[self.qk_norm_eps],
             qk_norm_form=self.qk_norm_form,
         )
+        if self.operation == "kda_layer":
+            inputs = Inputs(**{**inputs, **self._of_kda(inputs, device)})
         return with_small_keys(inputs, self) if self.values == "small" else inputs
 
+    def _of_kda(self, inputs: Inputs, device: str | None) -> dict[str, Tensor]:
+        """Return the parameters that a KDA layer has beside those of a GDN layer, or in another shape."""
+        layer, rank = self.layer, self.value_dim
+        keys, values = layer.value_heads * layer.key_dim, layer.sections["v"]
+        return {
+            "decay_proj": self._uniform("decay_proj", (keys, rank), device) * scale_of(rank),
+            "gate_proj": self._uniform("gate_proj", (values, rank), device) * scale_of(rank),
+            "gate_bias": self._uniform("gate_bias", (values,), device),
+            "dt_bias": inputs.dt_bias.unsqueeze(-1)
+            + self._uniform("channel_bias", (layer.value_heads, layer.key_dim), device, "fp32") / 2,
+        }
+
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
-        """Return a random cotangent of the output that the ranks share, in its shape and dtype."""
-        if self.operation == "gdn_layer":
+        """Return a random cotangent of the output that the ranks share, in its shape and dtype; of a final state, zeros."""
+        if self.operation in ("gdn_layer", "kda_layer"):
             return {"y": self._uniform("dy", (*self.batch, self.hidden), device)}
         if self.operation == "causal_conv1d":
             return {"y": self._uniform("dy", (*self.batch, self.value_heads * self.value_dim), device)}
-        return {"o": self.call().cotangents(device)["o"]}
+        found = self.call().cotangents(device)
+        return {"o": found["o"]} | ({"final_state": 0 * found["final_state"]} if self.final_state else {})
 
     def tagged(self, shape: tuple[int, ...], device: str | None = None) -> Tensor:
         """Return distinct whole numbers in float32, which are exact for up to 2^24 of them; ValueError for more."""

@@ -9,8 +9,9 @@ from typing import Annotated, Any, NamedTuple
 from hypothesis import strategies as st
 
 from oracles.arithmetic.counter import mix_words
+from oracles.operations import RULES
 from properties.modules.case import MAX_CONV_WIDTH
-from properties.paths.case import CHOICES, MAX_RANKS, MOST_WIDTH, ParallelCase
+from properties.paths.case import CHOICES, LAYER_LAYOUTS, MAX_RANKS, MOST_WIDTH, ParallelCase
 from properties.rules.case import check_gradients, overflows
 from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
 from properties.words.line import MAX_TOKENS
@@ -27,7 +28,7 @@ CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
 SHARED = 3 / 4  # share of a layer's cases with cp over 1, if there are more than two ranks
 LONGEST = 66
 MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
-OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")
+OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d", "kda_layer")
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 
 
@@ -103,6 +104,14 @@ class PathDomain(AnyDomain):
     recomputes: Annotated[bool, flag("recompute")] = False
     """Whether it can compute activations again in backward."""
     deterministic: Annotated[bool, flag("deterministic")] = True
+    in_kernel: Annotated[tuple[str, ...], some_of("in_kernel")] = ("none",)
+    """Which of gate and beta a rule can compute itself. A rank adds up the gradients of A_log and dt_bias over its own tokens."""
+    initial_state: bool = False
+    """Whether a rule takes initial states. Every rank gets those of all sequences."""
+    final_state: Annotated[bool, flag("final_state")] = False
+    """Whether a rule returns final states. Every rank returns those of all sequences; no gradient flows through them."""
+    replicas: bool = True
+    """Whether results that TP ranks hold together are the same on each of them, to the bit."""
     backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
     """Whether a caller may put other offsets into a `cu_seqlens` that an earlier call had."""
@@ -124,8 +133,8 @@ class PathDomain(AnyDomain):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
-        if self.operation == "gdn_layer" and self.layouts != ("zigzag",):
-            raise ValueError(f"layouts must be zigzag alone for gdn_layer, got {', '.join(self.layouts)}")
+        if self.operation == "gdn_layer" and not {*self.layouts} <= {*LAYER_LAYOUTS}:
+            raise ValueError(f"layouts must be zigzag or contiguous for gdn_layer, got {', '.join(self.layouts)}")
         check_whole("widths", self.widths, MOST_WIDTH)
         if self.compiled_widths != ():
             check_whole("compiled_widths", self.compiled_widths, MOST_WIDTH)
@@ -164,6 +173,7 @@ class PathDomain(AnyDomain):
             (self.tensor_parallel or case.tp == 1, f"tp={case.tp}: tensor parallelism is not supported"),
             (self.context_parallel or case.cp == 1, f"cp={case.cp}: context parallelism is not supported"),
             (self.padded or case.padding == "none", f"padding={case.padding} is not supported"),
+            (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
@@ -328,7 +338,15 @@ def _drawn(
         **values,
     )
     usual = (domain.qk_norm_eps, domain.qk_norm_forms) == (PathDomain.qk_norm_eps, PathDomain.qk_norm_forms)
-    return case if usual or not case.WORDS["qk_norm_eps"].acts(case) else _with_norm(chance, domain, case, fixed)
+    if not usual and case.WORDS["qk_norm_eps"].acts(case):
+        case = _with_norm(chance, domain, case, fixed)
+    rare = {
+        "in_kernel": domain.in_kernel,
+        "state": ("none", "random", "random") if domain.initial_state else ("none",),
+        "final_state": (False, True) if domain.final_state else (False,),
+    }  # drawn last, as other words came before them
+    words = {name: field(name, choices) for name, choices in rare.items() if choices != (getattr(case, name),)}
+    return dataclasses.replace(case, **words) if domain.operation in RULES else case
 
 
 def _with_norm(chance: random.Random, domain: PathDomain, case: ParallelCase, fixed: dict[str, Any]) -> ParallelCase:

@@ -127,6 +127,7 @@ def _lacking(what: str, layout: str, domain: PathDomain) -> str | None:
         (layout in domain.layouts, f"layout={layout}"),
         (domain.packed or not what.startswith("cu_seqlens"), "packed input"),
         (domain.padded or what != _PADDED, "padding"),
+        (what != _TWICE or layout.startswith("zigzag"), "a zigzag layout"),
         (what != _OVER_TP or (domain.tensor_parallel and domain.sequence_parallel), "sequence parallelism"),
     )
     return next((lacking for has, lacking in checks if not has), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oracles import parallel, sharding
 from oracles.layer import Layer
-from oracles.operation import Inputs
+from oracles.operation import Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from oracles.tolerance.bound import Bound
 from properties.laws.history import other_kinds, rotated
@@ -61,6 +61,15 @@ class PathBench(Protocol):
 
     def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
         """Return x moved "to heads" or "to tokens" by the path's own exchange, and dy moved back by its backward."""
+
+    def accumulated(self, inputs: Inputs, several: Sequence[Results]) -> Results:
+        """Return the gradients of micro-batches of the same inputs, one for each of `several` cotangents, as autograd adds them.
+
+        Each micro-batch has a forward and a backward of its own, and adds its gradients to what the tensors' own `grad` holds.
+        """
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """Return what the first TP rank has in place of x."""
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
         """Return the axis and the indices of the whole that this rank has of a result; None if it has all of it."""
@@ -264,6 +273,38 @@ def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
         yield Pair(name, "", got, once[name])
 
 
+def _replicas(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """Without sequence parallelism TP ranks hold the same output and the same gradient of hidden states.
+
+    Nobody compares them later. If they differ in a bit, the ranks' weights and the tokens that they choose drift apart.
+    """
+    inputs, cotangents = _call(example.case)
+    results = bench.run(inputs, cotangents)
+    for name in ("y", gradient_name("hidden")):
+        if name in results:
+            yield Pair(name, "as on the first TP rank", results[name], bench.of_first(results[name]))
+
+
+def _accumulated(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """The second micro-batch has twice the cotangent of the first one, so that gradients are those of one, three times over."""
+    inputs, cotangents = _call(example.case)
+    assert cotangents is not None
+    bounds = bench.bounds()
+    for name, got in bench.accumulated(inputs, [cotangents, {name: 2 * x for name, x in cotangents.items()}]).items():
+        yield Pair(name, "of two micro-batches", got, _times(_part_bound(bench, bounds, name), 3))
+
+
+def _times(bound: Bound, factor: int) -> Bound:
+    """Return the bound of a result so many times over."""
+    finer = bound.finer
+    return dataclasses.replace(
+        bound,
+        value=factor * bound.value,
+        allowed=factor * bound.allowed,
+        finer=None if finer is None else lambda over=None: _times(finer(), factor),
+    )
+
+
 def _earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     """Judge a call that comes after other calls on the same ranks, as if it came first.
 
@@ -338,6 +379,17 @@ def _path(
     return Example(case, None, chance.choice(list(variants(case))) if variants else None)
 
 
+def _with_tp(domain: PathDomain) -> tuple[tuple[int, int], ...]:
+    """Return the meshes (tp, cp) of a domain whose ranks share heads: in half of the draws three TP ranks or more, if there are.
+
+    Of two numbers the order does not matter to their sum.
+    """
+    every = range(2, domain.ranks + 1)
+    meshes = [(tp, cp) for tp in every for cp in range(1, domain.ranks // tp + 1 if domain.context_parallel else 2)]
+    more = [mesh for mesh in meshes if mesh[0] > 2]
+    return tuple(meshes + more)
+
+
 def _many(domain: PathDomain) -> PathDomain:
     """Return the domain with all the ranks that exchanges without a layer may have. Nothing is compiled for them."""
     return dataclasses.replace(domain, ranks=domain.exchange_ranks, drawing=dataclasses.replace(domain.drawing, forms=()))
@@ -406,8 +458,8 @@ def _divides(case: ParallelCase, variant: str | None) -> str | None:
 def _illegal(case: ParallelCase, variant: str | None) -> str | None:
     if variant in ("length", "total", "order") and not case.packed:
         return "packed=yes"
-    if variant == "length" and case.cp == 1:
-        return "cp over 1"
+    if variant == "length" and (case.cp == 1 or case.layout != "zigzag"):
+        return "cp over 1 and layout=zigzag"
     if variant == "heads" and case_ranks(case) == 1:
         return "more than one rank"
     return None
@@ -445,6 +497,7 @@ def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
 
 # For laws that run no layer, or only count its collectives, one way to compute it is enough.
 _QUICK: dict[str, Any] = {"conv": "torch", "qk_norm": "separate", "rule": "torch", "chunked": 0.0}
+_IN_TORCH: dict[str, Any] = {"conv": "torch", "rule": "torch", "chunked": 0.0}  # what it shows does not depend on kernels
 _EXCHANGES: dict[str, Any] = {**_QUICK, "exchanges": True}
 LAYOUT_ONLY = {**_EXCHANGES, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
 EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)
@@ -548,6 +601,27 @@ PATH_LAWS: dict[str, Law] = {
             _repeats,
             _needs(deterministic=True),
             lacks=lambda case, _: None if case.deterministic else "deterministic=yes",
+        ),
+        Law(
+            "replicas",
+            "exact",
+            "TP ranks that hold the same output, or the same gradient of hidden states, hold the same bits",
+            lambda domain: _paths(path_cases(domain, tokens=40, sp=False, mesh=_with_tp(domain), **_IN_TORCH)),
+            _replicas,
+            lambda domain: (
+                _needs_layer(computes=True, replicas=True)(domain)
+                or (None if domain.tensor_parallel and domain.ranks > 1 else "no ranks share the heads")
+            ),
+            lacks=lambda case, _: None if case.tp > 1 and not case.sp else "tp over 1 and sp=no",
+        ),
+        Law(
+            "accumulated",
+            "truth",
+            "gradients of several micro-batches add up in place",
+            lambda domain: _paths(path_cases(domain, tokens=40, values="ordinary", **_IN_TORCH)),
+            _accumulated,
+            _needs(computes=True, backward=True, steps=False),
+            lacks=lambda case, _: None if case.backward else "backward=yes",
         ),
         Law(
             "earlier",  # not `history`: a line with op=gdn_layer and that law is one of layers

@@ -113,15 +113,19 @@ class PathAdapter(Implementation):
     domain: PathDomain = PathDomain()
 
     @abc.abstractmethod
-    def run(self, x: Inputs, place: Place) -> Tensor:
+    def run(self, x: Inputs, place: Place) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output, differentiable with respect to every tensor in x that requires a gradient.
 
         - gdn_layer returns y [tokens, B, D]. x has hidden [tokens, B, D] with this rank's tokens in the case's layout (B = 1 if
           packed), and `parameters`: this rank's shards at rest, by their names in oracles/sharding.py. x also has layer (its
           widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, recompute, and the
           choices of the case.
+        - kda_layer returns y too. Of its `parameters`, which every rank has whole, three are beside those of gdn_layer:
+          decay_proj.weight, gate_proj.weight and gate_proj.bias.
         - A rule returns o [1, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
-          the layout and cu_seqlens of the whole call.
+          the layout and cu_seqlens of the whole call. If it computes its gate (`in_kernel` of the domain), x has a, A_log and
+          dt_bias in place of g. x has state [N, HV, K, V], or None: the initial states of all sequences, on every rank. If
+          x.output_final_state, it returns a tuple (o, final_state), with the final states of all sequences on every rank.
         - causal_conv1d returns y, with this rank's tokens of x on axis 1.
         """
 
@@ -132,11 +136,11 @@ class PathAdapter(Implementation):
         processes make it.
         """
 
-    def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Tensor | tuple[Tensor, Tensor], dict[str, Tensor]]:
         """Return what `run` returns, and this rank's gradients after a training step's backward with the cotangent `dy`.
 
-        The gradients are those of `hidden` and of every parameter by its name in `x.parameters`. The path itself adds the gradients
-        of parameters over ranks. Needed if the domain has steps=True.
+        The gradients are those of `hidden` and of every parameter by its name in `x.parameters`; of a rule, those of its inputs.
+        The path itself adds the gradients of what ranks share over the ranks. Needed if the domain has steps=True.
         """
         raise NotImplementedError
 

@@ -5,7 +5,11 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import pathlib
+import textwrap
+import types
+import typing
 
 
 class Unavailable(ImportError):
@@ -48,6 +52,26 @@ def source(module: str) -> pathlib.Path | None:
     folders = (found.submodule_search_locations or ()) if found is not None and parts else ()
     files = (pathlib.Path(folder, *parts).with_suffix(".py") for folder in folders)
     return next((file for file in files if file.is_file()), None)
+
+
+@functools.cache
+def parameters_of(function: types.FunctionType) -> frozenset[str]:
+    """The names of the parameters of a function, with those that it reads from its `**` argument or that an annotation of it has.
+
+    Such an annotation is Unpack[...] of a TypedDict. Without the source only the others are known.
+    """
+    known = inspect.signature(function).parameters
+    rest = next((name for name, one in known.items() if one.kind is one.VAR_KEYWORD), None)
+    names = {name for name, one in known.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    if rest is not None:
+        with contextlib.suppress(OSError, SyntaxError, TypeError):
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+            names |= _parameters(node) if isinstance(node, ast.FunctionDef) else set()
+        with contextlib.suppress(Exception):  # an annotation is text that nobody needs to understand
+            annotation = typing.get_type_hints(function).get(rest)
+            if typing.get_origin(annotation) is typing.Unpack:
+                names |= typing.get_args(annotation)[0].__annotations__.keys()
+    return frozenset(names)
 
 
 def _parameters(function: ast.FunctionDef) -> frozenset[str]:

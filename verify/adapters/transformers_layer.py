@@ -21,7 +21,7 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
-from verify.adapters.interface import Unavailable, source
+from verify.adapters.interface import Unavailable, Unsupported, source
 from verify.adapters.packages import installed
 from verify.adapters.padding import padding_mask
 from verify.adapters.transformers import REQUIRES, ModelAdapter
@@ -92,6 +92,8 @@ class GdnLayer(ModelLayer):
 
     The layers take no packed sequences without other packages, and no convolution bias. They write to their cache in place, so that
     no gradient passes through states.
+
+    Packed sequences are refused by what transformers puts around its functions in torch, which the adapters take away.
     """
 
     kernels = KERNELS
@@ -105,6 +107,11 @@ class GdnLayer(ModelLayer):
         parameter_dtypes=("fp32", "input"),
         options=OPTIONS,
     )
+
+    def run(self, x: Inputs) -> Answer:
+        if x.cu_seqlens is not None:
+            raise Unsupported("without other packages, transformers raises a ValueError for packed sequences")
+        return super().run(x)
 
     def fields(self, x: Inputs) -> dict[str, Any]:
         return {

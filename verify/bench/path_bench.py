@@ -144,32 +144,58 @@ class RankBench(Watched):
 
     def _results(self, call: "_Call") -> Results:
         """This rank's part of the outputs and the gradients of a call."""
-        output, place, leaves = _output(call.shared.case), call.place, call.leaves
+        place, leaves = call.place, call.leaves
         copies = Copies(leaves)
 
-        def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
+        def forward_and_backward() -> tuple[Results, list[Tensor | None]]:
             if self.domain.steps and call.direction is not None and call.graded:
                 return self._step(call)
             with recorder.arguments(self.adapter):
-                y = self.adapter.run(call.arguments, place)
-            checked = self._checked(y, call)
+                answer = self.adapter.run(call.arguments, place)
+            y, checked = self._checked(answer, call)
             if call.direction is None or not call.graded:
                 return checked, []
             return checked, self._backward(y, call.direction, list(leaves.values()))
 
         with call.guards[0].known(), call.guards[1].known():
-            y, gradients = self.call_implementation(forward_and_backward)
-        results = {output: y}
+            results, gradients = self.call_implementation(forward_and_backward)
         for name in copies.changed():
             self.impure.append(changed(name))
         for name in call.guards[0].written(call.guards[1]):
-            self.impure.append(changed(f"memory around {name or f'd{output}'}", "memory"))
+            self.impure.append(changed(f"memory around {name or gradient_name(_output(call.shared.case))}", "memory"))
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
             results[gradient_name(name)] = whole if self.domain.steps else call.shared.summed(name, whole, place)
         return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
 
-    def _step(self, call: "_Call") -> tuple[Tensor, list[Tensor | None]]:
+    def accumulated(self, inputs: Inputs, several: Sequence[Results]) -> Results:
+        calls = [self._prepared(self.case, self.place, inputs, cotangents) for cotangents in several]
+        call, leaves = calls[0], calls[0].leaves
+        copies = Copies(leaves)
+
+        def forward_and_backward() -> None:
+            for other in calls:
+                y, _ = self._checked(self.adapter.run(call.arguments, self.place), call)
+                if y.requires_grad:
+                    y.backward(other.direction)
+                else:
+                    self._refuse_without_gradient(y)
+
+        with call.guards[0].known(), call.guards[1].known():
+            self.call_implementation(forward_and_backward)
+        for name in copies.changed():
+            self.impure.append(changed(name))
+        results = {}
+        for name, leaf in leaves.items():
+            whole = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+            results[gradient_name(name)] = call.shared.summed(name, whole, self.place)
+        return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
+
+    def of_first(self, x: Tensor) -> Tensor:
+        whole = self.place.tp.all_gather(x.to(self.device).contiguous())
+        return whole[: len(x)].cpu()
+
+    def _step(self, call: "_Call") -> tuple[Results, list[Tensor | None]]:
         """The output and the gradients of a training step of the path. AdapterFault if one has a wrong shape."""
         assert call.direction is not None
         with recorder.arguments(self.adapter):
@@ -179,7 +205,7 @@ class RankBench(Watched):
             if gradient is not None and gradient.shape != call.leaves[name].shape:
                 what = f"has shape {tuple(gradient.shape)}, must have {tuple(call.leaves[name].shape)}"
                 raise AdapterFault(gradient_name(name), FailureKind.SHAPE, what)
-        return self._checked(y, call), list(named.values())
+        return self._checked(y, call)[1], list(named.values())
 
     def _arguments(self, shared: SharedCall, leaves: Results, others: dict[str, Any]) -> Inputs:
         """What the adapter gets."""
@@ -197,23 +223,32 @@ class RankBench(Watched):
             devices.settle(self.device)
         return result
 
-    def _checked(self, y: Tensor, call: "_Call") -> Tensor:
-        """The output, detached. AdapterFault if its type, shape or dtype breaks the contract."""
+    def _checked(self, answer: Any, call: "_Call") -> tuple[Tensor, Results]:
+        """The output that ranks share, and all outputs by name, detached. AdapterFault if one breaks the contract."""
         case, name, shape = call.shared.case, _output(call.shared.case), tuple(call.leaves[call.shared.carrier].shape)
-        if not isinstance(y, Tensor):
-            raise AdapterFault(name, FailureKind.TYPE, f"is {type(y).__name__}, must be a tensor")
-        if tuple(y.shape) != shape:
-            raise AdapterFault(name, FailureKind.SHAPE, f"has shape {tuple(y.shape)}, must have {shape}")
-        if y.dtype != DTYPES[case.dtype]:
-            raise AdapterFault(name, FailureKind.DTYPE, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}")
-        return y.detach()
+        outputs, must = {name: answer}, {name: (shape, DTYPES[case.dtype])}
+        if case.final_state:
+            if not (isinstance(answer, tuple) and len(answer) == 2):
+                raise AdapterFault(name, FailureKind.TYPE, f"is {type(answer).__name__}, must be a tuple ({name}, final_state)")
+            states = (len(case.lengths), case.value_heads, case.key_dim, case.value_dim)
+            outputs, must["final_state"] = dict(zip((name, "final_state"), answer, strict=True)), (states, torch.float32)
+        for port, x in outputs.items():
+            shape, dtype = must[port]
+            if not isinstance(x, Tensor):
+                raise AdapterFault(port, FailureKind.TYPE, f"is {type(x).__name__}, must be a tensor")
+            if tuple(x.shape) != shape:
+                raise AdapterFault(port, FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
+            if x.dtype != dtype:
+                raise AdapterFault(port, FailureKind.DTYPE, f"has dtype {x.dtype}, must have {dtype}")
+        return outputs[name], {port: x.detach() for port, x in outputs.items()}
+
+    def _refuse_without_gradient(self, y: Tensor) -> None:
+        if y.numel():
+            raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True")
 
     def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
         if not y.requires_grad:
-            if y.numel():
-                raise AdapterFault(
-                    "output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True"
-                )
+            self._refuse_without_gradient(y)
             return [None] * len(leaves)
         return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
 

@@ -15,7 +15,7 @@ from properties.laws.law import Results
 from properties.paths.case import CHOICES, ParallelCase
 from verify.ranks.collectives import Place
 
-# The layer's parameters: the names of the oracle's inputs, and their names in oracles/sharding.py.
+# The layers' parameters: the names of the oracle's inputs, and those that an adapter gets (of GDN, those of oracles/sharding.py).
 PARAMETERS = {
     "in_proj": "in_proj.weight",
     "conv": "conv.weight",
@@ -24,11 +24,14 @@ PARAMETERS = {
     "dt_bias": "dt_bias",
     "norm": "norm.weight",
     "out_proj": "out_proj.weight",
+    "decay_proj": "decay_proj.weight",
+    "gate_proj": "gate_proj.weight",
+    "gate_bias": "gate_proj.bias",
 }
 
 
 class SharedCall:
-    """A call whose tensors are cut by tokens, as that of a rule.
+    """A call whose tensors are cut by tokens.
 
     - `carrier`: the input that has the shape of the output
     - `undivided`: inputs that every CP rank has whole
@@ -91,6 +94,12 @@ class SharedCall:
         return torch.cat([token, x], axis)
 
 
+class RuleCall(SharedCall):
+    """A call of a rule, which may compute its gate and have states."""
+
+    undivided = ("A_log", "dt_bias", "state", "final_state")
+
+
 class ConvolutionCall(SharedCall):
     """A call of a convolution."""
 
@@ -130,9 +139,23 @@ class LayerCall(SharedCall):
         return sharding.parameters(self.case.layer)[parameter].axis, sharding.rows(self.case.layer, parameter, rank, AT_REST)
 
 
-_CALLS: dict[str, type[SharedCall]] = {"gdn_layer": LayerCall, "causal_conv1d": ConvolutionCall}
+class KdaLayerCall(LayerCall):
+    """A call of a KDA layer, whose parameters every rank has whole."""
+
+    def part_of(self, name: str, x: Tensor, rank: Rank) -> Tensor:
+        return x.clone() if name in PARAMETERS else self.tokens(x, rank)
+
+    def summed_over(self, name: str) -> tuple[str, ...]:
+        return ("cp",) if name in PARAMETERS else ()
+
+    def rows(self, name: str, rank: Rank) -> tuple[int, Tensor] | None:
+        return None if self.inputs.get(name, name) in PARAMETERS else SharedCall.rows(self, name, rank)
+
+
+# The others are rules.
+_CALLS: dict[str, type[SharedCall]] = {"gdn_layer": LayerCall, "kda_layer": KdaLayerCall, "causal_conv1d": ConvolutionCall}
 
 
 def shared_call(case: ParallelCase) -> SharedCall:
     """The call of a case."""
-    return _CALLS.get(case.operation, SharedCall)(case)
+    return _CALLS.get(case.operation, RuleCall)(case)

@@ -195,7 +195,9 @@ def layer_form(adapter: Any) -> Form:
         parameters = {theirs: x[ours] for ours, theirs in PARAMETERS.items() if x.get(ours) is not None}
         others = {"parameters": parameters, "cu_seqlens_padded": None, "sequence_parallel": False}
         call = Inputs(**{**dict(x.items()), **others, "hidden": x.hidden.transpose(0, 1)})
-        return (adapter.run(call, Place(Alone(), Alone())).transpose(0, 1),)
+        y = adapter.run(call, Place(Alone(), Alone()))
+        assert isinstance(y, Tensor), "a layer returns one output"
+        return (y.transpose(0, 1),)
 
     return form
 

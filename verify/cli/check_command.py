@@ -41,10 +41,11 @@ from verify.cli.sweep_command import sweep
 from verify.cli.terminal import marks_of, print_error, print_line, width_of
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
+from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE
 from verify.execution.sanitizer import PROGRAM, Sanitizer
-from verify.findings import causes, coverage, known
+from verify.findings import causes, coverage, known, outside
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
 from verify.findings.records.record import End, Head, Record, end_line, head_line, law_line
@@ -135,8 +136,9 @@ def _told_of(specs: Sequence[str], codes: Mapping[str, int]) -> str:
 
 def _refuse_combinations(options: argparse.Namespace, launch: Launch | None) -> str:
     """Refuse options that exclude each other. Returns the backend of ranks, or "" without ranks."""
-    if options.strict_reach and options.tune == SWEEP:
-        raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
+    for option in ("strict_reach", "strict_domain") if options.tune == SWEEP else ():
+        if getattr(options, option):
+            raise ValueError(f"--{option.replace('_', '-')} is about the laws of a check: it excludes --tune sweep")
     for option in ("budget", "shard", "html") if options.tune == SWEEP else ():
         if getattr(options, option) is not None:
             raise ValueError(f"--{option} must be left out with --tune sweep, which runs every configuration")
@@ -239,6 +241,8 @@ def _code(options: argparse.Namespace, checking: Check, told: End) -> int:
     cut_short = options.budget is not None and any(report.cut_short for report in checking.unfinished)
     missed = bool(_not_asked(checking)) or cut_short
     code = exit_code([*checking.reports, *checking.unfinished], all_asked=options.budget_ok or not missed)
+    if options.strict_domain and outside.wrong(told.outside):
+        return BROKEN
     gaps = options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking))
     return UNDECIDED if code == HOLDS and gaps else code
 
@@ -277,15 +281,17 @@ def _run(
         checking.run()
     except ValueError as error:
         raise RuntimeError(str(error)) from error  # an error inside gdn-verify, not bad usage
+    stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if options.law:
+        told.outside = _outside(checking) if options.strict_domain and not stopped else []
         return
     seen = coverage.counted(checking.cases)
     told.gaps = coverage.missed(seen, described.domain, checking.cases[:200])
     told.regimes = coverage.lines(seen, told.gaps)
     print_line("\n".join(["cases by regime:", *told.regimes]), out)
-    stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped:
         told.refusals = _print_refusals(spec, checking, out)
+        told.outside = _outside(checking)
 
 
 def _head(checking: Check) -> Head:
@@ -337,7 +343,7 @@ def _print_end(checking: Check, wall_s: float, out: TextIO, told: End) -> None:
             width=width_of(out, reach_report.WIDTH),
         )
     told.left_out, told.causes = left_out([*reports, *checking.unfinished]), causes.lines(reports)
-    for part in (told.looked_at, told.left_out, told.causes):
+    for part in (told.looked_at, told.left_out, told.causes, outside.lines(told.outside)):
         if part:
             print_line("\n".join(part), out)
     if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
@@ -393,6 +399,17 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[s
     if ended:
         print_line(f"  the ranks were ended after: {'; '.join(ended)} (each later call had new ranks; the laws ran before)", out)
     return did
+
+
+def _outside(checking: Check) -> list[outside.Answer]:
+    """What the implementation does with calls just outside its domain, as far as there is time."""
+    answers, settings = list[outside.Answer](), checking.settings
+    for what in filter(settings.shard.owns, names_of(checking.describe().domain)):
+        if time.monotonic() >= settings.until:
+            break
+        if (answer := checking.ask_outside(what)) is not None:
+            answers.append(answer)
+    return answers
 
 
 def _reaction(spec: str, name: str, checking: Check, worker: Answering) -> str:

@@ -4,10 +4,11 @@ import argparse
 import sys
 from typing import TextIO
 
-from verify.cli.exits import HOLDS, UNDECIDED, exit_code
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, exit_code
 from verify.cli.output import JsonLines
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
+from verify.findings import outside
 from verify.findings import report as text
 from verify.findings.records.merging import merged
 from verify.findings.records.record import Record, lines_of, read
@@ -41,6 +42,8 @@ def _code(options: argparse.Namespace, record: Record) -> int:
     assert end is not None
     missed = bool(end.not_run) or any(report.cut_short for report in reports)
     code = exit_code(reports, all_asked=not end.lacks and (options.budget_ok or not missed))
+    if options.strict_domain and outside.wrong(end.outside):
+        return BROKEN
     gaps = options.strict_reach and reach_report.gaps_of(end.reach, record.head.omits)
     return UNDECIDED if code == HOLDS and gaps else code
 
@@ -55,7 +58,15 @@ def _print(record: Record, files: int, out: TextIO) -> None:
         told = text.failure(report, width_of(out, text.WIDTH), marks_of(out)) if broken else text.law_line(report)
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     regimes = ["cases by regime:", *end.regimes] if end.regimes else []
-    for part in (regimes, text.refusal_lines(end.refusals), end.looked_at, end.left_out, end.causes, end.lacks):
+    for part in (
+        regimes,
+        text.refusal_lines(end.refusals),
+        end.looked_at,
+        end.left_out,
+        end.causes,
+        outside.lines(end.outside),
+        end.lacks,
+    ):
         if part:
             print_line("\n".join(part), out)
     if end.not_run:

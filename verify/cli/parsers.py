@@ -231,6 +231,11 @@ def _check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
     )
+    parser.add_argument(
+        "--strict-domain",
+        action="store_true",
+        help="exit with 1 if a call just outside the domain, such as packed sequences that it excludes, is accepted and wrong",
+    )
     add_outputs(parser)
     add_certificate(parser)
     add_ranks(parser)
@@ -244,6 +249,7 @@ def _merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the record of the whole check to FILE (-: to stdout)")
     parser.add_argument("--budget-ok", action="store_true", help="do not exit with 3 for what the shards' budgets did not reach")
     parser.add_argument("--strict-reach", action="store_true", help="as for check; it counts what any shard passed or ran")
+    parser.add_argument("--strict-domain", action="store_true", help="as for check; it counts what any shard asked")
     add_outputs(parser)
 
 

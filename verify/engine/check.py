@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +15,14 @@ from verify.engine.asking import Described, ask, describe, interpreted, started,
 from verify.engine.compile_plan import Plan, in_order
 from verify.engine.compilers import COMPILE_S, Compilers
 from verify.engine.law_check import Common, LawCheck, Settings
+from verify.engine.outside import ask_outside
 from verify.engine.power import by_power
 from verify.engine.under_tags import add_tags
 from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
+from verify.findings.outside import Answer
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -204,6 +207,18 @@ class Check:
     def reach(self) -> Reach:
         """What the decided cases looked at, those of unfinished laws too."""
         return reach_of((*self.reports, *self.unfinished))
+
+    def ask_outside(self, what: str) -> Answer | None:
+        """What the implementation does with something that its domain leaves out; None if it is not asked.
+
+        For after `run`: the first worker is asked.
+        """
+        described, worker = self.describe(), self.workers[0]
+        settings = self.settings
+        common = Common(settings, described, self.store, self.defects, None, self._stopped, self.on_case)
+        few = settings.device != "cpu" or described.compiles
+        ask_one = functools.partial(ask, worker=worker, store=self.store, defects=self.defects.deny_list)
+        return ask_outside(what, described.domain, settings.seed, common.run_of, ask_one, of_one_key=few)
 
     def _report(self, report: LawReport) -> None:
         self.reports.append(report)

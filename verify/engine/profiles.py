@@ -3,11 +3,13 @@
 import dataclasses
 
 RECOMPUTED = 8  # the least examples of the law `recompute`: one of each variant
+# Laws whose defects show in almost every case, and which are therefore given few.
+SELDOM = ("recompute", "replicas", "accumulated")
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much to check: `examples` for each law, four times as many for the law `oracle`, and few for `recompute`.
+    """How much to check: `examples` for each law, four times as many for the law `oracle`, and few for the laws in SELDOM.
 
     `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
     cases with the largest errors so far. `large`: whether some cases are large (properties/words/sizes.py).
@@ -22,9 +24,9 @@ class Profile:
     def examples_of(self, law: str) -> int:
         """How many cases of a law are run. The law `oracle` covers the widest space and gets four times as many.
 
-        What `recompute` shows depends little on the case, so each of its variants is played once or twice.
+        What the laws in SELDOM show depends little on the case: each variant of `recompute` is played once or twice.
         """
-        if law == "recompute":
+        if law in SELDOM:
             return min(self.examples, max(RECOMPUTED, self.examples // 4))
         return self.examples * (4 if law == "oracle" else 1)
 

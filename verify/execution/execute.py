@@ -25,6 +25,7 @@ from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
 from verify.execution.norms import with_norm
+from verify.execution.outside import outside
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
@@ -53,6 +54,8 @@ def execute(
     adapter = adapter_of(run.adapter)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
+    if run.outside:
+        return outside(run.outside, adapter, lambda other: _executed(run, other, None, NOTHING, {}))
     with recorder.recording(adapter) as reach:
         outcome = _executed(run, adapter, ready, excused, declared)
         reach.sizes = recorder.sizes_of(run.example.case, adapter)

@@ -7,6 +7,7 @@ from properties.books import book_for, book_of
 from properties.laws.law import Law
 from properties.words.example import Example
 from properties.words.line import split_line
+from properties.words.outside import OUTSIDE
 from verify.adapters.registry import check_spec
 from verify.gpu import policies
 from verify.process.choices import DEVICES
@@ -22,6 +23,7 @@ class Run:
     products: str = "ieee"
     device: str = "cpu"
     tune: str = ""  # a Policy of verify/gpu/policies.py; "" leaves kernels as they are
+    outside: str = ""  # what the case has although the domain leaves it out (properties/words/outside.py)
 
     def __str__(self) -> str:
         example = self.example
@@ -32,6 +34,7 @@ class Run:
         words += [f"products={self.products}"] if self.products != "ieee" else []
         words += [f"device={self.device}"] if self.device != "cpu" else []
         words += [f"tune={self.tune}"] if self.tune else []
+        words += [f"outside={self.outside}"] if self.outside else []
         return " ".join([*words, str(example.case)])
 
     @property
@@ -63,6 +66,9 @@ class Run:
         tune = words.pop("tune", "")
         if tune:
             policies.Policy.parse(tune)
+        outside = words.pop("outside", "")
+        if outside and outside not in OUTSIDE:
+            raise ValueError(f"outside must be one of {', '.join(OUTSIDE)}, got {outside!r}")
         at = words.pop("at", None)
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")
@@ -70,7 +76,7 @@ class Run:
         case = book.case.parse(" ".join(f"{word}={value}" for word, value in words.items()))
         example = Example(case, None if at is None else int(at), variant)
         book.laws[name].accept(example)
-        return cls(name, adapter, example, products, device, tune)
+        return cls(name, adapter, example, products, device, tune, outside)
 
     @property
     def the_law(self) -> Law:

@@ -334,6 +334,8 @@ def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
     if unknown := next((key for key in entry if key not in keys), None):
         raise ValueError(f"known defect {index} has an unknown key {unknown!r}{did_you_mean(unknown, keys)}")
     run = Run.parse(_located(str(entry["run"]), path.parent))
+    if run.outside:
+        raise ValueError(f"known defect {index}: its line must be inside the domain, got outside={run.outside}")
     if path == FILE and run.adapter not in BUILT_IN:
         raise ValueError(f"known defect {index}: adapter must be one of {', '.join(BUILT_IN)}, got {run.adapter}")
     listed = deny_list.versions_of(f"known defect {index}", entry)

@@ -37,6 +37,7 @@ EVENTS_OF_CANDIDATE = 100  # after a function of the adapter's own file was foun
 MISSES = 8
 OF_THE_ZOO = "verify.zoo."  # the modules of wrong implementations; this module does not import them
 HELPERS = ("torch", "triton", "numpy", "einops")
+UNSEEN = "no function under test was seen"
 _reach: Reach | None = None  # of the case that runs in this process
 _lock = threading.Lock()
 _misses: collections.Counter[type] = collections.Counter()
@@ -142,6 +143,34 @@ def arguments(adapter: Implementation) -> Iterator[None]:
                     _reach.note_call(function, values)
 
 
+@contextlib.contextmanager
+def tested(adapter: Implementation) -> Iterator[list[FunctionType]]:
+    """Yield a list that has, afterwards, the functions under test that the adapter has called inside, without constructors."""
+    hook, found, other = _Hook(adapter), list[FunctionType](), sys.getprofile()
+    sys.setprofile(hook.see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(other)
+        called = (*hook.found, *(() if hook.found else hook.candidate))
+        found += [hook.functions[name] for name in called if not name.endswith(".__init__")]
+
+
+def object_of(name: str) -> Any:
+    """What `module:name` is, or None."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def helps(module: str) -> bool:
+    """Whether a module, by its name, belongs to the standard library or to one of HELPERS, which have no function under test."""
+    top = module.partition(".")[0]
+    return top in HELPERS or top in sys.stdlib_module_names
+
+
 def sizes_of(case: Any, adapter: Any) -> dict[str, int]:
     """The sizes of a case, by their names in verify/reach/report.py."""
     if (steps := getattr(case, "plan", None)) is not None:  # a trace: the rows of its steps
@@ -169,6 +198,7 @@ class _Hook:
     def __init__(self, adapter: Implementation) -> None:
         self.found: dict[str, dict[str, Values]] = {}
         self.candidate: dict[str, dict[str, Values]] = {}
+        self.functions: dict[str, FunctionType] = {}  # those in `found` and `candidate`, by the same names
         self._adapter, self._files = adapter, _files(type(adapter))
         self._api = vars(adapter).get("api", type(adapter).api)  # as an attribute of the adapter, a function would be a method
         self._wanted, self._seen = dict[CodeType, FunctionType](), set[CodeType]()
@@ -205,7 +235,7 @@ class _Hook:
             self._wanted = self._wanted or _named(self._api)  # its module may be imported in the middle of the call
             if code in self._wanted:
                 self._seen.add(code)
-                self.found |= _call(frame, self._wanted[code])
+                self.found |= self._call(frame, self._wanted[code])
             return bool(self._wanted) and self._seen == self._wanted.keys()
         if code.co_name.startswith("<"):
             return False
@@ -213,14 +243,23 @@ class _Hook:
         if code.co_filename in self._files:
             is_method = frame.f_locals.get("self") is self._adapter
             if place != "ours" and not (self.candidate or is_method) and _has_tensor(frame):
-                self.candidate = _call(frame, _function_of(frame))
+                self.candidate = self._call(frame, _function_of(frame))
                 self._left = min(self._left, EVENTS_OF_CANDIDATE) if self.candidate else self._left
         elif not place and _has_tensor(frame):
-            self.found = _call(frame, _function_of(frame))
+            self.found = self._call(frame, _function_of(frame))
             if not self.found and not _passes_on(code):
                 self._nameless = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
             return bool(self.found or self._nameless)
         return False
+
+    def _call(self, frame: FrameType, function: FunctionType | None) -> dict[str, dict[str, Values]]:
+        """A function whose frame begins, or the one that it wraps, and the values of its parameters. Empty if nothing is known."""
+        function, values = _call(frame, function)
+        if function is None:
+            return {}
+        name = f"{function.__module__}:{function.__qualname__}"
+        self.functions[name] = function
+        return {name: _described(values, _signature(function)[1], function.__code__)}
 
 
 @functools.cache
@@ -255,16 +294,11 @@ def _named(api: str | Callable[..., Any]) -> dict[CodeType, FunctionType]:
 
     Empty if its module is not imported, or if it is not written in Python.
     """
-    target: Any = api
-    if isinstance(api, str):
-        module, _, name = api.partition(":")
-        target = sys.modules.get(module)
-        for part in name.split("."):
-            target = getattr(target, part, None)
+    target: Any = object_of(api) if isinstance(api, str) else api
     members = [
         vars(target)[name] for name in ("__init__", "forward", "__call__") if isinstance(target, type) and name in vars(target)
     ]
-    functions = [_unwrapped(function) for function in members or [target]]
+    functions = [unwrapped(function) for function in members or [target]]
     return {function.__code__: function for function in functions if isinstance(function, FunctionType)}
 
 
@@ -274,7 +308,7 @@ def _passes_on(code: CodeType) -> bool:
     return code.co_flags & both == both and not code.co_argcount and not code.co_kwonlyargcount
 
 
-def _unwrapped(function: Any) -> Any:
+def unwrapped(function: Any) -> Any:
     """The function behind wrappers, by `__wrapped__` or by the one function that a wrapper's closure has."""
     function = inspect.unwrap(function)
     while isinstance(function, FunctionType) and _passes_on(function.__code__):
@@ -292,23 +326,19 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _call(frame: FrameType, function: FunctionType | None) -> dict[str, dict[str, Values]]:
-    """A function whose frame begins, or the one that it wraps, and the values of its parameters. Empty if nothing is known."""
+def _call(frame: FrameType, function: FunctionType | None) -> tuple[FunctionType | None, Mapping[str, Any]]:
+    """A function whose frame begins, or the one that it wraps, and its arguments. None if it is not known."""
     code, local = frame.f_code, frame.f_locals
-    if _passes_on(code):
-        inner = [local[name] for name in code.co_freevars if isinstance(local.get(name), FunctionType)]
-        function = _unwrapped(inner[0]) if len(inner) == 1 else None
-        if function is None or _passes_on(function.__code__):
-            return {}
-        place = code.co_varnames
-        bound = _signature(function)[0].bind_partial(*local[place[0]], **local[place[1]])
-        bound.apply_defaults()
-        values = bound.arguments
-    else:
-        values = {name: local[name] for name in code.co_varnames[: _parameters(code)] if name in local}
-    if function is None:
-        return {}
-    return {f"{function.__module__}:{function.__qualname__}": _described(values, _signature(function)[1], function.__code__)}
+    if not _passes_on(code):
+        return function, {name: local[name] for name in code.co_varnames[: _parameters(code)] if name in local}
+    inner = [local[name] for name in code.co_freevars if isinstance(local.get(name), FunctionType)]
+    function = unwrapped(inner[0]) if len(inner) == 1 else None
+    if function is None or _passes_on(function.__code__):
+        return None, {}
+    place = code.co_varnames
+    bound = _signature(function)[0].bind_partial(*local[place[0]], **local[place[1]])
+    bound.apply_defaults()
+    return function, bound.arguments
 
 
 @functools.lru_cache(64)

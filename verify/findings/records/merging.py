@@ -137,6 +137,7 @@ def _end(head: Head, shards: Sequence[Record], decided: Sequence[LawReport]) -> 
         interrupted=any(end.interrupted for end in ends),
         not_run=[law for law in head.laws if any(law not in _laws_of(shard) for shard in shards)],
         refusals=refusals,
+        outside=[answer for end in ends for answer in end.outside],
         regimes=coverage.lines(seen, gaps) if seen else [],
         gaps=gaps,
         looked_at=reach_report.report(reach, head.omits) if any(report.verdict is Verdict.HOLDS for report in decided) else [],

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verify.findings.law_report import LawReport
+from verify.findings.outside import Answer
 from verify.process.outcome import Verdict
 from verify.process.reach import Reach
 
@@ -58,6 +59,7 @@ class End:
     - `refusals`: for each thing that the adapter did with illegal input, the inputs in words
     - `gaps`: the regimes, as `name=value`, that no case had although the domain allows them
     - `regimes`, `looked_at`, `left_out`, `causes`: the lines that the check printed about these
+    - `outside`: what the adapter did with calls just outside its domain
     - `reach`: what all decided cases looked at
     """
 
@@ -72,6 +74,7 @@ class End:
     looked_at: list[str] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
     causes: list[str] = dataclasses.field(default_factory=list)
+    outside: list[Answer] = dataclasses.field(default_factory=list)
     reach: Reach = dataclasses.field(default_factory=Reach)
 
 

@@ -1,0 +1,88 @@
+"""The law `parallel` sees what only gates, states and contiguous shards on ranks can have wrong; right paths hold every law."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from properties.paths.domain import PathDomain
+from properties.paths.laws import PATH_LAWS
+from properties.words.example import Example
+from tests import wrong_ranks as paths
+from verify.adapters.base import PathAdapter
+from verify.engine.drawing import seeded
+from verify.execution.execute import execute
+from verify.execution.line import Run
+from verify.process.outcome import Outcome, Verdict
+
+CASES = 16
+# The gradients and outputs of which one is off, whatever the case; the others follow.
+SHOWN: dict[type[PathAdapter], set[str]] = {
+    paths.WindowStopsAtRanks: {"dconv", "y"},
+    paths.StateStopsAtRanks: {"y", "dA_log"},
+    paths.ZigzagOfContiguous: {"y", "call"},
+    paths.GatesNotSummed: {"dA_log", "ddt_bias"},
+    paths.GatesSummedTwice: {"dA_log", "ddt_bias"},
+    paths.StateOfTheFirstRank: {"o", "final_state", "dh0"},
+    paths.FinalStateOfTheLastRank: {"final_state"},
+    paths.InitialStateOnEachRank: {"dh0"},
+    paths.KdaStateStopsAtRanks: {"y", "dA_log"},
+    paths.KdaBiasSummedTwice: {"ddt_bias"},
+}
+
+
+@functools.cache
+def drawn(law: str, domain: PathDomain) -> list[Example]:
+    """As many cases of a law as half of the default profile has, short ones in float32 first."""
+    examples: list[Example] = []
+    seeded(PATH_LAWS[law].draw(domain), 0, CASES, examples.append)
+    return sorted(examples, key=lambda example: (example.case.dtype != "fp32", example.case.tokens))
+
+
+def run(kind: type[PathAdapter], law: str, example: Example) -> Outcome:
+    return execute(Run(law, f"tests/wrong_ranks.py:{kind.__name__}", example))
+
+
+@pytest.mark.parametrize("mutant", SHOWN)
+@pytest.mark.slow_after_first
+def test_the_law_parallel_sees_it(mutant: type[PathAdapter]) -> None:
+    outcomes = (run(mutant, "parallel", example) for example in drawn("parallel", mutant.domain))
+    broken = next((outcome for outcome in outcomes if outcome.verdict is Verdict.BROKEN), None)
+    assert broken is not None
+    assert {finding.port for finding in broken.findings} & SHOWN[mutant]
+
+
+@pytest.mark.parametrize("right", [paths.Contiguous, paths.RuleOnRanks, paths.RuleThatSteps, paths.KdaLayerOnRanks])
+@pytest.mark.slow_after_first
+def test_a_right_path_holds_every_law(right: type[PathAdapter]) -> None:
+    for law in PATH_LAWS:
+        if PATH_LAWS[law].needs(right.domain) is None:
+            for example in drawn(law, right.domain)[:5]:
+                outcome = run(right, law, example)
+                assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (law, str(example), outcome.findings, outcome.reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (paths.Contiguous, {"layout": {"contiguous"}, "packed": {True, False}, "padding": {"none", "least", "more"}}),
+        (
+            paths.RuleOnRanks,
+            {"in_kernel": {"none", "gate", "beta", "both"}, "state": {"none", "random"}, "final_state": {True, False}},
+        ),
+    ],
+)
+def test_cases_have_the_words_that_the_domain_allows(kind: type[PathAdapter], words: dict[str, set[Any]]) -> None:
+    cases: list[Any] = []
+    seeded(PATH_LAWS["parallel"].draw(kind.domain), 0, 64, lambda example: cases.append(example.case))
+    for word, values in words.items():
+        assert {getattr(case, word) for case in cases} == values
+    assert all(type(case).parse(str(case)) == case for case in cases)
+
+
+def test_words_of_rules_are_for_rules() -> None:
+    for words in ("in_kernel=gate", "state=random", "final_state=yes"):
+        with pytest.raises(ValueError, match="must have in_kernel=none state=none final_state=no"):
+            Run.parse(f"law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2 {words}")
+    with pytest.raises(ValueError, match="layout must be zigzag or contiguous for op=gdn_layer"):
+        Run.parse("law=parallel adapter=gdn/layer lengths=4 layout=zigzag_batch")
