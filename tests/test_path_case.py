@@ -137,7 +137,9 @@ def test_a_rule_begins_chunks_where_pieces_of_ranks_begin() -> None:
         ("lengths=8+16 packed=yes op=kda cp=2 layout=zigzag_batch", ((6,), (4, 10))),
         ("lengths=8+12 packed=yes op=kda cp=2 layout=zigzag", ((2, 4, 6), (3, 6, 9))),
         ("lengths=16 op=kda layout=contiguous", ()),
-        ("lengths=16 cp=2 heads=2 value_heads=2", ()),  # the ranks of a layer have whole sequences
+        ("lengths=16 cp=2 heads=2 value_heads=2", ()),  # its ranks have whole sequences
+        ("lengths=16+16 cp=2 heads=2 value_heads=2 layout=contiguous", ((8,), (8,))),
+        ("lengths=16 op=kda_layer cp=2 layout=contiguous", ((8,),)),
     ]
     assert different(lambda line: ParallelCase.parse(line).restarts, rows) == []
 

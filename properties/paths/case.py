@@ -179,11 +179,11 @@ class ParallelCase(Line):
 
     @functools.cached_property
     def restarts(self) -> Restarts:
-        """For each sequence the tokens at which a piece of a rank begins; empty for a layer.
+        """For each sequence the tokens at which a piece of a rank begins; empty for a GDN layer with zigzag pieces.
 
-        The ranks of a layer exchange tokens for heads before the rule, and have whole sequences then.
+        The ranks of such a layer exchange tokens for heads before the rule, and have whole sequences then.
         """
-        if self.operation == "gdn_layer" or self.cp == 1:
+        if self.cp == 1 or (self.operation == "gdn_layer" and self.layout == "zigzag"):
             return ()
         pieces = self.cp if self.layout == "contiguous" else 2 * self.cp
         spans = [*itertools.pairwise(self.starts())] if self.packed else [(0, self.lengths[0])] * len(self.lengths)
