@@ -40,6 +40,12 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 20)
     assert [cases.count(case) for case in limits(SIZED)] == [1, 1, 1]
     _, many, heads = limits(SIZED)
+    assert {case.state for case in limits(SIZED)} == {"random"}
+    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[2:]] == [
+        "none",
+        "both",
+    ]
+    assert limits(dataclasses.replace(SIZED, initial_state=False))[0].state == "none"
     assert (len(many.lengths), many.packed, many.tokens) == (MANY_SEQUENCES, True, MANY_SEQUENCES)
     assert (heads.heads, heads.value_heads, heads.tokens) == (MANY, MANY, 3)
     assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads]
@@ -48,7 +54,7 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At256Heads", 2)])
+@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At1024States", 1), ("At256Heads", 2)])
 def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str, number: int, worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:{wrong}"
     below = [

@@ -1,4 +1,4 @@
-"""Rules that are wrong only just over a limit: a table of 1,024 sequences, and an index of heads with 8 bits."""
+"""Rules that are wrong only just over a limit: tables of 1,024 sequences and of their states, and an index of heads with 8 bits."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ class At1024Sequences(Chunkwise):
         if x.cu_seqlens is not None and len(x.cu_seqlens) > 1025:
             o = torch.cat([o[:, : int(x.cu_seqlens[1024])], torch.zeros_like(o[:, int(x.cu_seqlens[1024]) :])], 1)
         return o, state
+
+
+class At1024States(Chunkwise):
+    """The initial states of sequences from the 1,025th on are read as zeros."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row) * (row < 1024)
 
 
 class At256Heads(Chunkwise):

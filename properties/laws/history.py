@@ -249,4 +249,6 @@ def _drawn(domain: Any, cases: Cases, kind: str) -> st.SearchStrategy[Example]:
     choices = [examples_of(anything, None, (kind,))]
     if kind in ("others", "refill", "freed") and domain.packed:
         choices.append(examples_of(cases(domain, packed=True, sequences=(2, 3)), None, (kind,)))
+    if kind in AT_ONCE and domain.backward:  # calls without a backward may take another branch, with a workspace of its own
+        choices.append(examples_of(cases(domain, backward=False), None, (kind,)))
     return either(choices)

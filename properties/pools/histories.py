@@ -10,7 +10,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.history import AT_ONCE, at_once, failures
-from properties.laws.law import Bench, Blind, Pair, either, examples_of
+from properties.laws.law import Bench, Blind, Pair, bits, either, examples_of
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain, pool_cases
 from properties.pools.rows import equal, judged, meaningful, only, other_of
@@ -64,12 +64,12 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 def _failed(bench: Bench, example: Example, inputs: Inputs, bounds: dict[str, Bound], meant: dict[str, Tensor]) -> Iterator[Pair]:
     for at, left in failures(bench, inputs, None, example.case.seed):
         slots = (slice(None), *[None] * (inputs.pool.ndim - 1))
-        same = (left.pool == inputs.pool).flatten(1).all(-1)
+        same = (bits(left.pool) == bits(inputs.pool)).flatten(1).all(-1)
         stored = torch.where(same[slots], bounds["pool"].value, left.pool)
         others = ~meant["pool"]
         yield from judged({"pool": stored}, bounds, {"pool": meant["pool"]}, f"after operation {at} of the call had failed")
         where = f"after operation {at} of the call had failed, other slots"
-        yield Pair("pool", where, only(left.pool, others), only(inputs.pool, others))
+        yield Pair("pool", f"{where}, bits", only(bits(left.pool), others), only(bits(inputs.pool), others))
     yield from judged(bench.run(inputs, None), bounds, meant, "of a call after it had failed for lack of memory")
 
 

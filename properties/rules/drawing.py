@@ -43,16 +43,21 @@ def limits(domain: Domain) -> list[Case]:
     """Return a case just over each usual limit that the domain allows, cheap because it is narrow.
 
     These are a batch with over 65,535 sequences and heads, over 1,024 packed sequences, which are over 1,024 chunks too, and over
-    256 heads. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they
-    compile for few widths.
+    256 heads, with and without gates in the kernel. There are none if the check draws no long cases, and if kernels are compiled (a
+    `reach` above 1), because they compile for few widths.
     """
     many = _narrow_case(domain, lengths=(1,) * MANY_SEQUENCES, packed=True)  # outside a domain of longer steps
-    heads = _narrow_case(domain, lengths=(3 * domain.length_step,), packed=not domain.batched, heads=MANY, value_heads=MANY)
-    return [case for case in (crowd(domain), many, heads) if case is not None]
+    words: dict[str, Any] = {"lengths": (3 * domain.length_step,), "packed": not domain.batched, "heads": MANY, "value_heads": MANY}
+    heads = _narrow_case(domain, **words)
+    computed = _narrow_case(domain, inside="both", **words) if "both" in domain.in_kernel[1:] else None
+    return [case for case in (crowd(domain), many, heads, computed) if case is not None]
 
 
-def _narrow_case(domain: Domain, **words: Any) -> Case | None:
-    """Return a case with the narrowest K and V of the domain; None if it is outside or nothing long is drawn."""
+def _narrow_case(domain: Domain, inside: str = "none", **words: Any) -> Case | None:
+    """Return a case with the narrowest K and V of the domain and a state, if it has one.
+
+    None if the case is outside, or if nothing long is drawn.
+    """
     if not domain.drawing.long or domain.drawing.reach > 1:
         return None
     keys, values = ([width for width in range(1, 65) if has(width)] for has in (domain.has_key, domain.has_value))
@@ -60,18 +65,22 @@ def _narrow_case(domain: Domain, **words: Any) -> Case | None:
         keys = values = [width for width in keys if width in values]
     if not keys or not values:
         return None
-    fixed = {**conventions(domain), "final_states": domain.final_states_of(packed=words.get("packed", False))}
+    fixed = {**conventions(domain, inside), "final_states": domain.final_states_of(packed=words.get("packed", False))}
     case = Case(key_dim=keys[0], value_dim=values[0], backward=domain.backward, **{**fixed, **words})
-    return case if domain.outside(case) is None else None
+    with_state = dataclasses.replace(case, state="random", state_dtype=domain.state_dtypes[0])
+    return next((one for one in (with_state, case) if domain.outside(one) is None), None)
 
 
-def conventions(domain: Domain) -> dict[str, Any]:
-    """Return the words of a case without a state that follow a domain's conventions, with the simplest values that it has."""
+def conventions(domain: Domain, inside: str = "none") -> dict[str, Any]:
+    """Return the words of a case without a state that follow a domain's conventions, with the simplest values that it has.
+
+    `inside` is what the kernel computes, if the domain has that.
+    """
 
     def simplest(values: tuple[str, ...], value: str = "none") -> str:
         return value if value in values else values[0]
 
-    inside, left_out = simplest(domain.in_kernel), simplest(domain.left_out)
+    inside, left_out = simplest(domain.in_kernel, inside), simplest(domain.left_out)
     computed = inside in ("gate", "both")
     words: dict[str, Any] = {
         "operation": domain.operation,
