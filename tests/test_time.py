@@ -40,6 +40,7 @@ class Slow(Answering):
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Refuse):
             self.now, self.tried = self.now + 1, self.tried + 1
+            self.refused = self.now
             return {"did": "returns numbers without an error"}
         answer = super().ask(question, deadline_s)
         self.now += isinstance(question, RunOne)
@@ -107,7 +108,7 @@ def test_illegal_input_is_printed_in_full_or_not_at_all(
 ) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 1))
     assert check() == exits.HOLDS
-    whole, enough = capsys.readouterr().out, slow.now
+    whole, enough = capsys.readouterr().out, slow.refused
     assert "illegal input, reported and not judged:" in whole
     assert slow.tried > 2
     slow.now, tried = 0.0, slow.tried

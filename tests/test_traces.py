@@ -397,12 +397,6 @@ def test_traces_of_narrow_domains_lie_in_them_too() -> None:
         assert [domain.outside(case) for case in cases] == [None] * len(cases)
 
 
-def test_a_request_is_often_swapped_again_after_a_decode() -> None:
-    """A copy of its state on the host must then be a new one."""
-    again = re.compile(r"w:(\w)/d:[^/]*\1[^/]*/w:\1")
-    assert sum(bool(again.search(case.trace)) for case in drawn(100)) >= 10
-
-
 @pytest.mark.slow
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)

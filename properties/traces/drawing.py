@@ -83,10 +83,6 @@ class _Author:
             self.add(self.moved(chance.choice(sorted(self.roll.tokens))))
         if name == "preempt" and chance.random() < 3 / 4:
             self.add(self.resumed())
-        if name == "swap" and {"decode", "swap"} <= {*self.domain.events} and chance.random() < 1 / 3:  # and again, as it is then
-            swapped = self.events[-1]
-            self.add(f"d:{self.padded([swapped[-1]])}")
-            self.add(swapped)
 
     def add(self, event: str) -> None:
         before, self.tokens = len(self.roll.tokens), dict(self.roll.tokens)
