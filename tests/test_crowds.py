@@ -68,6 +68,15 @@ def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str,
     assert verdicts == [Verdict.BROKEN, Verdict.HOLDS, Verdict.HOLDS]
 
 
+@pytest.mark.slow
+def test_a_wrong_number_of_a_head_in_the_gate_is_broken_by_the_case_with_gates_in_the_kernel(worker: Worker) -> None:
+    spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:SpeedsOf256Heads"
+    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[2:]
+    below = dataclasses.replace(computed, heads=256, value_heads=256)
+    outcomes = [Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={spec} {case}"))) for case in (given, computed, below)]
+    assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
+
+
 PACKED = Case((1,), packed=True, key_dim=1, value_dim=1, gate="64", backward=False)
 
 

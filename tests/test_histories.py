@@ -246,6 +246,31 @@ def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> N
             assert outcome.verdict is (Verdict.BLIND if blind else Verdict.HOLDS), (variant, outcome)
 
 
+class ScratchOfInference(Chunkwise):
+    """Calls without a backward share a scratch tensor for their gates, whatever thread they run in."""
+
+    scratch: ClassVar[dict[Any, Tensor]] = {}
+
+    def run(self, x: Inputs) -> Any:
+        if any(isinstance(value, Tensor) and value.requires_grad for value in x.values()):
+            return super().run(x)
+        g = self.scratch.setdefault((x.g.shape, x.g.dtype), torch.empty_like(x.g)).copy_(x.g)
+        return super().run(x.replaced(g=g))
+
+
+@pytest.mark.slow
+def test_calls_in_two_threads_are_drawn_without_a_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backward alone, a scratch tensor of inference would not show."""
+    drawn: list[Example] = []
+    of_law(book_of(Domain()).laws["history"], Domain(), 0, 96, drawn.append)
+    threads = [example for example in drawn if example.variant == "threads" and sum(example.case.lengths)]
+    adapter = ScratchOfInference()
+    monkeypatch.setattr("verify.execution.judging._LOADED", {"it": adapter})
+    broken = {example.case.backward for example in threads if execute(Run("history", "it", example)).verdict is Verdict.BROKEN}
+    assert {example.case.backward for example in threads} == {True, False}
+    assert broken == {False}
+
+
 def test_histories_that_a_domain_does_not_promise_are_blind() -> None:
     for line, reason in [
         ("law=history variant=turns adapter={here}:OneEngine op=serving trace=p:a1", "the domain has together=False"),

@@ -6,6 +6,7 @@ import pytest
 
 from properties.books import BOOKS, Book
 from tests.together import for_each
+from verify.adapters.base import Adapter
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 
@@ -13,10 +14,10 @@ HEAD = "from tests.right import Chunkwise, Recurrent\nfrom verify import Domain,
 RUN = "    def run(self, x):\n        return super().run(x)\n"
 
 
-def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> None:
+def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> object:
     file = folder / "own_kernel.py"
     file.write_text(head + body)
-    load(f"{file}:K")
+    return load(f"{file}:K")
 
 
 @for_each(
@@ -74,7 +75,7 @@ def test_what_only_another_kind_of_adapter_has_is_refused(tmp_path: pathlib.Path
     ],
 )
 def test_what_an_author_adds_for_the_kernel_is_not_refused(body: str, tmp_path: pathlib.Path) -> None:
-    loaded(tmp_path, body)
+    assert isinstance(loaded(tmp_path, body), Adapter)
 
 
 @for_each("book", BOOKS)

@@ -1,5 +1,6 @@
 """The eps and form of the L2 norm of q and k in layers, on paths and in serving engines: drawn, refused and judged."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ from properties.traces.case import TraceCase
 from properties.traces.domain import TraceDomain
 from properties.words.example import Example
 from tests import right_norms
+from tests.drawn import verdicts_of
 from tests.random_domains import faults
 from tests.together import for_each
 from verify.execution import judging
@@ -45,17 +47,8 @@ LINES = {
 KINDS = {LayerDomain: LayerCase, PathDomain: ParallelCase, TraceDomain: TraceCase}
 
 
-def verdicts(adapter: Any, law: str, domain: Any, count: int, patch: pytest.MonkeyPatch) -> list[Verdict]:
-    """The verdicts of cases whose q and k are near eps, until one is broken."""
-    patch.setitem(judging._LOADED, "it", adapter)
-    drawn = book_of(domain).laws[law].draw(domain).filter(lambda example: example.case.values == "small")
-    found: list[Verdict] = []
-    for example in sample(drawn, 4, count):
-        assert domain.outside(example.case) is None
-        found.append(execute(Run(law, "it", example)).verdict)
-        if found[-1] is Verdict.BROKEN:
-            break
-    return found
+# Of cases whose q and k are near eps.
+verdicts = functools.partial(verdicts_of, accept=lambda example: example.case.values == "small", seed=4)
 
 
 @pytest.mark.parametrize("kind", RIGHT)

@@ -1,6 +1,7 @@
 """Words that describe other runtimes: each is drawn, refused, and judged with a right and a wrong implementation of its own."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
 from tests import right_words
+from tests.drawn import verdicts_of
 from tests.random_domains import faults, laws_of
 from tests.right import Recurrent
 from tests.together import for_each
@@ -41,18 +43,7 @@ WITHOUT_GIVEN = Domain(in_kernel=("none", "beta"), negative_eigenvalues=False)
 INPUTS = Domain(in_kernel=("gate", "both"), parameter_dtypes=("input",))
 
 
-def verdicts(adapter: Any, law: str, domain: Any, count: int, patch: pytest.MonkeyPatch, most: int = 60) -> list[Verdict]:
-    """The verdicts of small cases of a domain, until one is broken."""
-    adapter.domain = domain
-    patch.setitem(judging._LOADED, "it", adapter)
-    drawn = book_of(domain).laws[law].draw(domain).filter(lambda example: example.case.tokens <= most)
-    found: list[Verdict] = []
-    for example in sample(drawn, 5, count):
-        assert domain.outside(example.case) is None
-        found.append(execute(Run(law, "it", example)).verdict)
-        if found[-1] is Verdict.BROKEN:
-            break
-    return found
+verdicts = functools.partial(verdicts_of, accept=lambda example: example.case.tokens <= 60, seed=5)  # of small cases
 
 
 @pytest.mark.parametrize("kind", RIGHT)

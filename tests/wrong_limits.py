@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.rules.domain import Domain
 from tests.right import Chunkwise
+from tests.right_interfaces import FusedGates
 
 
 class At1024Sequences(Chunkwise):
@@ -30,3 +32,14 @@ class At256Heads(Chunkwise):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, state = super().run(x)
         return o[:, :, torch.arange(o.shape[2]) % 256], state
+
+
+class SpeedsOf256Heads(FusedGates):
+    """The 257th head gets the A_log of the first one."""
+
+    domain = Domain(in_kernel=("none", "both"))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.get("A_log") is None:
+            return Chunkwise.run(self, x)
+        return super().run(x.replaced(A_log=x.A_log[torch.arange(len(x.A_log)) % 256]))

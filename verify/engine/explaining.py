@@ -154,8 +154,12 @@ def _roundings(described: Described, runs: Sequence[Run]) -> list[Way]:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """A limit that a domain might declare: in words, as fields of the domain if the examples inside need them, which examples it
-    excludes, and such an example as the limit allows it: every one of these must hold. With `raised`, only for calls that raise.
+    """A limit that a domain might declare.
+
+    - `words` name it. `excludes` says whether it excludes an example.
+    - `inside` returns examples like an excluded one that the limit allows. All of them must hold.
+    - `fields` are fields of the domain that these examples need.
+    - With `raised`, the limit is tried only for calls that raise.
     """
 
     words: str

@@ -1,7 +1,5 @@
 """Short references in float64 and plain torch, whose text a script can contain. Each is compared with the oracle before that."""
 
-# ruff: noqa: D103 - the scripts are for people who have never seen this project
-
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ def exact_gates(x: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def exact_norm(x: Tensor, eps: float, form: str = "inside") -> Tensor:
+    """x over its length along the last axis: eps is inside the root, or the length is at least eps."""
     length = x.square().sum(-1, keepdim=True)
     return x / (length.sqrt().clamp(min=eps) if form == "max" else (length + eps).sqrt())
 
@@ -54,6 +53,7 @@ def exact_rule(x: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def exact_l2norm(x: dict[str, Any]) -> dict[str, Tensor]:
+    """The L2 norm of x."""
     return {"y": exact_norm(x["x"], x.get("eps", 1e-6))}
 
 

@@ -10,7 +10,7 @@ NAME = "gdn-verify-locks"  # a file in Triton's cache
 
 
 def lock(place: int, *, wait: bool = True) -> None:
-    """Take a byte of the file, a whole number from 0 up. A process has a byte as often as it likes, and releases it at once.
+    """Take a byte of the file, a whole number from 0 up. A process that has it may take it again; one `unlock` releases it.
 
     BlockingIOError if another process has it and `wait` is False; another OSError if the cache cannot be written or its file
     system has no locks.

@@ -13,7 +13,7 @@ from verify.gpu.locks import lock, unlock
 LARGE = 2**25  # bytes of the tensors of a case; with its reference it takes 70 to 130 times as much (measured on an H200)
 EACH_BYTES = 2**35  # of a GPU's memory for each large case: 131,072 tokens with their reference take 22 GiB
 MOST = 16
-WAIT_S = 30.0  # then a case goes on: it may find room all the same, and otherwise waits for that
+WAIT_S = 30.0  # then a case goes on without a turn
 _FIRST = 2**32  # the locks of kernels are below
 
 
