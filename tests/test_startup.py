@@ -102,6 +102,14 @@ def test_help_and_typos_of_every_verb_import_nothing_heavy_and_start_no_worker(t
     assert json.loads(planted.stdout)["heavy"] == ["rich"]
 
 
+def test_the_command_and_our_packages_come_from_one_folder() -> None:
+    """In an installation from a checkout too: a copy of the command in another folder would refuse our packages as another's."""
+    command = pathlib.Path(sys.executable).with_name("gdn-verify")
+    words = [command] if command.exists() else [sys.executable, "-m", "gdn_verify"]
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True, cwd=command.anchor)
+    assert pathlib.Path(gdn_verify.__file__).parent == ROOT and (done.returncode, done.stderr) == (0, ""), done
+
+
 @pytest.mark.parametrize("start", [("-m", "verify"), ("-c", "import sys; from gdn_verify import main; sys.exit(main())")])
 def test_help_takes_little_time(start: tuple[str, str], tmp_path: pathlib.Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
