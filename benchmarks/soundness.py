@@ -2,6 +2,7 @@
 
     python -m benchmarks.soundness fla/chunk tests/right.py:Chunk16 --cases 3000
     python -m benchmarks.soundness fla/conv tests/right_modules.py:ConvInSteps --law all --cases 1500
+    python -m benchmarks.soundness tests/right.py:Hopper --products tf32 --words values=one_signed
 
 It takes any adapter of any book. For each adapter, dtype and output it prints quantiles over cases of the worst row's error in
 sigma (the tolerance is KAPPA sigma) and the number of false alarms, then the line of every false alarm. Known defects are counted
@@ -11,6 +12,7 @@ apart. The exit code is 1 if there is a false alarm.
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import json
 import queue
 import statistics
@@ -22,6 +24,7 @@ from typing import Any
 from benchmarks import records
 from oracles.tolerance.allowance import KAPPA
 from properties.books import book_of, every_law
+from properties.words.example import Example
 from verify.engine.asking import ask, describe, with_sizes
 from verify.engine.drawing import of_law
 from verify.execution.line import Run
@@ -46,6 +49,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--products", default="ieee")
+    parser.add_argument("--words", action="append", default=[], help="WORD=VALUE that each case gets, such as values=one_signed")
     parser.add_argument("--what", help="what the record of false alarms calls the adapters and laws")
     parser.add_argument("--json", help="write every case's ratios there, a line a case")
     options = records.options_of(parser)
@@ -95,15 +99,21 @@ def laws_of(domain: Any, asked: list[str] | None) -> list[str]:
 def drawn(adapter: str, domain: Any, laws: list[str], options: argparse.Namespace) -> list[Run]:
     """Runs of the adapter, with the same number of cases of each law."""
     runs: list[Run] = []
+    words = dict(word.split("=", 1) for word in options.words)
     for law in laws:
         of_law(
             book_of(domain).laws[law],
             domain,
             options.seed,
             -(-options.cases // len(laws)),
-            lambda example, law=law: runs.append(Run(law, adapter, example, options.products)),
+            lambda example, law=law: runs.append(Run(law, adapter, with_words(example, words), options.products)),
         )
     return runs
+
+
+def with_words(example: Example, words: dict[str, str]) -> Example:
+    """The example with these words in its case."""
+    return dataclasses.replace(example, case=dataclasses.replace(example.case, **words))  # type: ignore[type-var]
 
 
 def outcomes(runs: list[Run], workers: list[Worker], store: Store, defects: KnownDefects) -> Iterator[tuple[Run, Outcome]]:

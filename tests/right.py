@@ -145,6 +145,56 @@ class _Truncated(torch.autograd.Function):
         return (cotangents[0].contiguous().view(torch.int32) & ~((1 << 13) - 1)).view(torch.float32)
 
 
+class Hopper(Chunkwise):
+    """Products as matrix units of a Hopper GPU make them: so many at once, and what does not fit is cut off (`matrix_unit`)."""
+
+    products = "tf32"
+    bits = 10  # of a TF32 operand
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return _Matrix.apply(a, b, self.bits)  # type: ignore[no-any-return]
+
+
+class _Matrix(torch.autograd.Function):
+    """a @ b, and its gradients as kernels compute them: of operands in the inputs' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bits: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(a, b)
+        ctx.bits = bits
+        return matrix_unit(a, b, bits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        d = cotangents[0].to(a.dtype)
+        return matrix_unit(d, b.mT, ctx.bits), matrix_unit(a.mT, d, ctx.bits), None
+
+
+def matrix_unit(a: Tensor, b: Tensor, bits: int = 10) -> Tensor:
+    """a [..., M, K] @ b [..., K, N] in float32, as measured on an H200.
+
+    Of the products of one instruction and the sum so far, each is cut off two bits below float32's last place of the largest. They
+    are added exactly, and the sum is cut off to float32. TF32 operands are cut off after `bits` stored bits.
+    """
+    together = 8 if a.dtype == torch.float32 else 16
+    wide, other = (cut(operand.double(), bits + 1) if together == 8 else operand.double() for operand in (a, b))
+    total = wide.new_zeros(*wide.shape[:-1], 1, other.shape[-1])
+    for left, right in zip(wide.split(together, -1), other.split(together, -2), strict=True):
+        terms = torch.cat([left.unsqueeze(-1) * right.unsqueeze(-3), total], -2)
+        largest = terms.abs().amax(-2, keepdim=True)
+        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 26)
+        total = cut(((terms / unit).trunc() * unit).sum(-2, keepdim=True), 24)
+    return total.squeeze(-2).float()
+
+
+def cut(x: Tensor, bits: int) -> Tensor:
+    """x towards zero to so many significant bits."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).trunc(), exponent - bits)
+
+
 class Recurrent(Adapter):
     """Token by token in float32, the sums over K taken one channel after another."""
 

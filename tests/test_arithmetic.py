@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oracles.arithmetic import rounding
 from tests.pages import table
+from tests.right import cut, matrix_unit
 from verify.cli import arithmetic_command
 from verify.cli import main as cli
 from verify.gpu.arithmetic import cards, exchanges, probes
@@ -26,12 +27,6 @@ from verify.ranks.group import RankGroup
 
 SHORT = 256  # terms of long sums here
 LIMIT_OF_LONG_SUMS = probes.LONG / 8
-
-
-def cut(x: Tensor, bits: int) -> Tensor:
-    """Float64 numbers cut towards zero, so that they have so many bits."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 2.0**bits).trunc(), exponent - bits)
 
 
 def nearest(x: Tensor, bits: int) -> Tensor:
@@ -429,6 +424,14 @@ def test_the_right_device_adds_as_an_h200(known: Card) -> None:
     words = {name: value for name, value in h200.items() if name.startswith(("tl.dot", "torch.mm")) and isinstance(value, str)}
     assert len(words) == 21
     assert {name: known.measured[name] for name in words} == words
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_so_does_the_right_rule_on_a_hopper(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((64, 72), (72, 64)))
+    assert torch.equal(matrix_unit(a, b), Right().dot(a, b))
+    assert not torch.equal(matrix_unit(a, b), a.float() @ b.float())
 
 
 class Stub:

@@ -58,3 +58,11 @@ def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     with unexplained(), Check(Settings("tests/right.py:Tf32", ["oracle"], FEW, 7, products=products), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is verdict, report.run
+
+
+@pytest.mark.slow
+def test_a_hopper_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = Settings("tests/right.py:Hopper", ["oracle"], FEW, 7, products="tf32")
+    with small_ones(small), Check(settings, [worker], Store(tmp_path_factory.mktemp("findings")), defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.HOLDS, report.run

@@ -34,9 +34,13 @@ def truncating(bits: int) -> type[torch.autograd.Function]:
 def error(monkeypatch: pytest.MonkeyPatch, bits: int, runs: int) -> float:
     """The largest error of an output over its tolerance from so many runs, of a kernel whose operands keep so many bits."""
     monkeypatch.setattr(right, "_Truncated", truncating(bits))
+    return error_of(right.Tf32(), runs)
+
+
+def error_of(implementation: right.Chunkwise, runs: int) -> float:
     x = GROWING.inputs()
     x = x.replaced(beta=torch.full_like(x.beta, BETA))
-    o, _ = right.Tf32().run(x)
+    o, _ = implementation.run(x)
     (of_o,) = (entry for name, entry in bound.bounds(GROWING.spec, x, None, "chunkwise", "tf32", 64, runs).items() if name == "o")
     return float(((o.double() - of_o.value).norm(dim=-1) / of_o.allowed).max())
 
@@ -61,3 +65,10 @@ def test_what_a_matrix_unit_cuts_off_is_inside_the_tolerance_also_where_it_adds_
 def test_operands_of_two_bits_less_are_over_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(monkeypatch, 8, 4) > 1
     assert error(monkeypatch, 8, 64) > 1
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.1 < error_of(right.Hopper(), 4) < 0.4
+    monkeypatch.setattr(right.Hopper, "bits", 8)
+    assert error_of(right.Hopper(), 64) > 1

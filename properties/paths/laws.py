@@ -407,7 +407,8 @@ def _plainest(domain: PathDomain) -> str | tuple[str, ...]:
 
 def _needs(**wanted: bool) -> Callable[[PathDomain], str | None]:
     def needs(domain: PathDomain) -> str | None:
-        return next((f"{name} is not promised" for name, value in wanted.items() if getattr(domain, name) is not value), None)
+        name = next((name for name, value in wanted.items() if getattr(domain, name) is not value), None)
+        return name and f"{name} is {'not promised' if wanted[name] else 'declared'}"
 
     return needs
 

@@ -43,7 +43,7 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     parser.add_argument(
         "--workers",
         type=positive_word,
-        help="number of processes that run kernels (default: on GPUs up to 3 for each; on a CPU one for each core, at most 4)",
+        help="number of processes that run kernels (default: on GPUs up to 6 for each; on a CPU one for each core, at most 4)",
     )
     parser.add_argument(
         "--products",
