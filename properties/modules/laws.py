@@ -215,8 +215,14 @@ def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
 
 
 def _calm(domain: ModuleDomain) -> st.SearchStrategy[ModuleCase]:
-    """Return short cases whose derivatives are well above rounding."""
-    return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary")
+    """Return short cases whose derivatives are well above rounding, with all that may carry a gradient."""
+    given: dict[str, Any] = {
+        "bias": domain.bias,
+        "weight": True,
+        "dt_bias": True,
+        "state": "random" if domain.initial_state else "none",
+    }
+    return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", **given)
 
 
 def _calm_lacks(case: ModuleCase, _: str | None) -> str | None:

@@ -203,8 +203,9 @@ def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
 
 
 def _calm(domain: Domain) -> st.SearchStrategy[Case]:
-    """Return short and narrow cases whose derivatives are well above rounding."""
-    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary")
+    """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
+    state = "random" if domain.initial_state else "none"
+    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary", state=state)
 
 
 def _calm_lacks(case: Case, _: str | None) -> str | None:
