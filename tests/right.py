@@ -47,7 +47,7 @@ class BackwardSums(Chunkwise):
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.float().flip(-1), b.float().flip(-2)
         pieces = zip(a.split(max(1, a.shape[-1] // 4), -1), b.split(max(1, b.shape[-2] // 4), -2), strict=True)
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         for left, right in pieces:
             total = total + left @ right
         return total
@@ -106,7 +106,7 @@ class Tf32(Chunkwise):
         return _Truncated.apply(a) @ _Truncated.apply(b)  # type: ignore[no-any-return]
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1])
+        identity = torch.eye(a.shape[-1], dtype=torch.float32)
         return torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False)
 
 
@@ -116,7 +116,7 @@ class Tf32Inverse(Chunkwise):
     domain = Domain(dtypes=("fp16",))
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1])
+        identity = torch.eye(a.shape[-1], dtype=torch.float32)
         cuts = range(0, a.shape[-1], 16)
         rows: list[Tensor] = []
         for cut in cuts:
@@ -243,7 +243,7 @@ class SumsAgain(Recurrent):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         assert x.cu_seqlens is None and not x.qk_norm
         rows, heads, width = x.q.shape[0], *x.v.shape[2:]
-        state = x.state if x.state is not None else torch.zeros(rows, heads, x.k.shape[-1], width)
+        state = x.state if x.state is not None else torch.zeros(rows, heads, x.k.shape[-1], width, dtype=torch.float32)
         q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (x.q, x.k))
         scale = x.k.shape[-1] ** -0.5 if x.scale is None else x.scale
         o, final = _SumsAgain.apply(q, k, x.v, x.beta, state.float(), float(scale), self.reads_after)
@@ -269,7 +269,7 @@ class _SumsAgain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, direction: Tensor) -> Any:  # type: ignore[override]
         (q, k, stored, beta, state), (scale, after) = ctx.saved_tensors, ctx.back
-        dq, dk, dv, dbeta = (torch.empty(x.shape) for x in (q, k, stored, beta))
+        dq, dk, dv, dbeta = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, stored, beta))
         for t in reversed(range(q.shape[1])):
             direction = direction + scale * q[:, t].float().unsqueeze(-1) * do[:, t].float().unsqueeze(-2)
             values, strength = stored[:, t].float(), beta[:, t].float().unsqueeze(-1)
@@ -295,7 +295,7 @@ class Gathered(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         named = x.slots != x.padding
         goes_on = named if x.has_initial_state is None else named & (x.has_initial_state == 1)
-        states = torch.zeros(len(x.slots), *x.pool.shape[1:])
+        states = torch.zeros(len(x.slots), *x.pool.shape[1:], dtype=torch.float32)
         states[goes_on] = x.pool[x.slots[goes_on].long()]
         names = ("q", "k", "v", "g", "beta")
         call = Inputs(

@@ -45,7 +45,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
 
     The bits of the first five are those of the plain call. A forward without gradients may round differently, so the outputs of
-    `reentrant` are judged by bounds, and so is a backward whose saved tensors have other strides. Derivatives along a direction are compared with differences of the float64 reference.
+    `reentrant` are judged by bounds, and so is a backward whose saved tensors have other strides. Derivatives along a direction are
+    compared with differences of the float64 reference.
     """
     case, variant = example.case, example.variant or ""
     inputs, cotangents = bench.call(case)

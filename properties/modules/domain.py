@@ -29,13 +29,14 @@ from properties.words.domain import (
 from properties.words.lengths import lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MOST, MOST_ALONG_Y, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
+ROWS = MOST_ALONG_Y + 65  # tokens of the case at a limit
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -179,6 +180,39 @@ class ModuleDomain(AnyDomain):
             "lower_bound": self.lower_bounds,
             "parameter_dtype": self.parameter_dtypes,
         }
+
+
+def limits(domain: ModuleDomain) -> list[ModuleCase]:
+    """Return a case with over 65,535 tokens, which are as many rows of a norm, cheap because it is narrow.
+
+    There is none if the check draws no long cases, and if kernels are compiled or interpreted.
+    """
+    if domain.drawing.long < MOST["quick"] or domain.drawing.reach > 1:
+        return []
+    longest = min(domain.longest, ROWS)
+    words = {name: values[0] for name, values in domain.rare_words.items()}
+    if "eps" in words_of(domain.operation):
+        words["eps"] = domain.eps[0]
+    case = ModuleCase(
+        (longest,) * -(-ROWS // longest),
+        domain.operation,
+        packed=not domain.batched,
+        dtype=domain.dtypes[0],
+        backward=domain.backward,
+        beta=domain.beta,
+    )
+    widths = {name: min(_widths(domain, ROWS)) for name in ("width", "out_width") if name in words_of(domain.operation)}
+    more = {name: value for name, value in {**words, **widths}.items() if name in words_of(domain.operation)}
+    if domain.operation in CONV:
+        more |= {
+            "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+            "activation": domain.activations[0],
+            "offsets": domain.offsets[0] if case.packed else "int64",
+            "final_state": domain.final_state,
+            "state_columns": domain.state_columns,
+        }
+    found = dataclasses.replace(case, **more)
+    return [found] if domain.outside(found) is None else []
 
 
 @st.composite

@@ -16,7 +16,7 @@ from properties.laws.law import Bench, Law, Pair, either, examples_of
 from properties.laws.recompute import recompute_law
 from properties.modules import checks as module_checks
 from properties.modules.case import MODULES, ModuleCase, words_of
-from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, module_cases
+from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, limits, module_cases
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 
@@ -238,6 +238,7 @@ MODULE_LAWS: dict[str, Law] = {
             "every output and every gradient, those of parameters included, equals the float64 definition",
             lambda domain: examples_of(module_cases(domain, longest=260, total=280, oldest=(False, True))),
             common_laws.oracle,
+            always=lambda domain: [Example(case) for case in limits(domain)],
         ),
         _law(
             "recurrent",

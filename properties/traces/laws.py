@@ -12,17 +12,18 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from properties.laws.history import DEFAULT, in_default
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import VALUE_WIDTHS, trace_cases
+from properties.traces.drawing import VALUE_WIDTHS, crowds, repeats, trace_cases
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
 from properties.words.example import Example
 
 OTHERS = ("drafts", "padding", "free")
-HISTORIES = ("others", "turns", "again", "refill", "refused")
+HISTORIES = ("others", "turns", "again", "refill", "refused", DEFAULT)
 
 
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -170,9 +171,15 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     - `turns`: the engines of both traces take turns, step by step.
     - `again`: the same engine plays the other trace before, and every request is freed.
     - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
+    - `default_dtype`: nothing comes before, but torch's default dtype is bfloat16.
     - `refused`: another engine gets a batch of requests that it has not admitted, before.
     """
     case: TraceCase = example.case
+    if example.variant == DEFAULT:
+        with bench.in_default(torch.bfloat16):
+            for pair in judged(bench, case, play(bench, case)):
+                yield pair._replace(detail=f"{pair.detail} {in_default('bfloat16')}")
+        return
     other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
     engine: Played | None = None
     moments: Iterator[Moment] = iter(())
@@ -220,7 +227,7 @@ def _in_turns(moments: Iterator[Moment], others: Iterator[Moment]) -> Iterator[M
 
 def _histories(domain: TraceDomain) -> tuple[str, ...]:
     """Return the histories that can happen to the engines of a domain."""
-    can = {"turns": domain.together, "refill": domain.refills}
+    can = {"turns": domain.together, "refill": domain.refills, DEFAULT: False}
     return tuple(kind for kind in HISTORIES if can.get(kind, True))
 
 
@@ -278,6 +285,7 @@ TRACE_LAWS: dict[str, Law] = {
             "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
+            always=lambda domain: [Example(case) for case in crowds(domain)],
         ),
         Law(
             "tags",
@@ -294,6 +302,7 @@ TRACE_LAWS: dict[str, Law] = {
             "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
+            always=lambda domain: [Example(case) for case in repeats(domain)],
         ),
         Law(
             "dropped",
@@ -333,6 +342,7 @@ TRACE_LAWS: dict[str, Law] = {
             lambda domain: all_variants(trace_cases(domain, events=(3, 5)), lambda _: _histories(domain)),
             _history,
             variants=HISTORIES,
+            once=(DEFAULT,),
             of_process=True,
         ),
     )

@@ -27,6 +27,7 @@ MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest 
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
+MANY_TOKENS = 4100  # just over 4,095, the last index with 12 bits
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 
 
@@ -38,7 +39,7 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     """
     if chunk and chunk > USUAL_CHUNK:
         most = min(most, LARGEST_CHUNK**2 // chunk)
-    return with_drawing(domain, chunk=chunk or 64, long=most if domain.draws_large else 0, large="")
+    return with_drawing(domain, chunk=chunk or 64, long=most, large="")
 
 
 def with_drawing(domain: T, **fields: Any) -> T:
@@ -47,13 +48,18 @@ def with_drawing(domain: T, **fields: Any) -> T:
     return replaced
 
 
+def first_place(examples: int, most: int) -> int:
+    """Return the place of the first large case among the examples of a law. `most` is the domain's `long`."""
+    return min(examples, (EVERY if most >= MOST["quick"] else EVERY_DEAR) // 2)
+
+
 def places(examples: int, most: int, first: int = 0) -> dict[int, str]:
     """Return the places of large cases among the examples of a law, from 0, each with the kind of its case.
 
     The kinds are those of TURNS, from `first` on. `most` is the domain's `long`: 0 if nothing is large.
     """
     every = EVERY if most >= MOST["quick"] else EVERY_DEAR
-    large = range(every // 2, examples if most else 0, every)
+    large = range(first_place(examples, most), examples if most else 0, every)
     return {place: TURNS[(first + number) % len(TURNS)] for number, place in enumerate(large)}
 
 
