@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from properties.laws.history import DEFAULT, in_default
+from properties.laws.history import DEFAULT, in_default, in_single
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
 from properties.traces.domain import TraceDomain
@@ -342,7 +342,7 @@ TRACE_LAWS: dict[str, Law] = {
             lambda domain: all_variants(trace_cases(domain, events=(3, 5)), lambda _: _histories(domain)),
             _history,
             variants=HISTORIES,
-            once=(DEFAULT,),
+            once={DEFAULT: in_single},
             of_process=True,
         ),
     )
