@@ -132,8 +132,17 @@ def test_a_second_derivative_with_a_part_left_out_is_found_and_an_error_is_right
         assert "dv differentiated again" in {finding.output for finding in outcome.findings}
 
 
+class NeedsAllGradients(wrong_recompute.ConvOneFunction):
+    """The convolution, whose backward fails unless every input needs a gradient."""
+
+    def needed(self, gradients: list[Tensor | None], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        if not all(needs):
+            raise RuntimeError("every input must require a gradient")
+        return gradients
+
+
 def test_a_crash_in_a_way_of_calling_is_a_finding_about_the_call() -> None:
-    outcome = outcome_of("frozen", "zoo/ConvAllGradients", CONV)
+    outcome = outcome_of("frozen", f"{HERE}:NeedsAllGradients", CONV)
     assert [(finding.output, finding.kind) for finding in outcome.findings] == [("call", FailureKind.RAISED)]
 
 

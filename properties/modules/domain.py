@@ -29,7 +29,7 @@ from properties.words.domain import (
 from properties.words.lengths import lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MOST, MOST_ALONG_Y, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MOST_ALONG_Y, at_limits, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -187,7 +187,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
     There is none if the check draws no long cases, and if kernels are compiled or interpreted.
     """
-    if domain.drawing.long < MOST["quick"] or domain.drawing.reach > 1:
+    if not (at_limits(domain) and domain.drawing.quick):
         return []
     longest = min(domain.longest, ROWS)
     words = {name: values[0] for name, values in domain.rare_words.items()}

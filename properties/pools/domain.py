@@ -17,6 +17,7 @@ from properties.words.domain import OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
+from properties.words.sizes import at_limits
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
@@ -45,6 +46,7 @@ class PoolDomain(AnyDomain):
     """
 
     CASE = PoolCase
+    has_limits = True
 
     operation: str = "decode"
     rule: Domain = EVERY_RULE
@@ -183,10 +185,10 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return a case of over 1,024 requests of one token, cheap because it is narrow.
 
-    There is none if the check draws no large cases, and if kernels are compiled (a `reach` above 1).
+    There is none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
-    if not domain.drawing.long or domain.drawing.reach > 1:
+    if not at_limits(domain):
         return []
     fixed = conventions(rule)
     names = {*PoolCase.WORDS} & fixed.keys() - {"operation"}

@@ -26,7 +26,6 @@ from properties.words.sizes import (
     LENGTHS,
     MANY_HEADS,
     MANY_TOKENS,
-    MOST,
     NARROW,
     kind_of,
     kinds_of,
@@ -65,13 +64,8 @@ def limits(domain: Domain) -> list[Case]:
     computed = _narrow_case(domain, inside="both", **words) if "both" in domain.in_kernel[1:] else None
     step = domain.length_step
     tokens = _narrow_case(domain, lengths=(-(-MANY_TOKENS // step) * step,), packed=not domain.batched)
-    first, last = (None, tokens) if in_torch(domain) else (crowd(domain), None)
+    first, last = (None, tokens) if domain.drawing.quick else (crowd(domain), None)
     return [case for case in (first, many, heads, computed, last) if case is not None]
-
-
-def in_torch(domain: Domain) -> bool:
-    """Whether the cases are for an implementation in plain torch, whose tokens cost little."""
-    return domain.drawing.long >= MOST["quick"]
 
 
 def exact_crowds(domain: Domain) -> list[Case]:
@@ -80,7 +74,7 @@ def exact_crowds(domain: Domain) -> list[Case]:
     Plain torch has no grid that is too large, but it may have indices that are too narrow. The bounds of so many heads take 10 s,
     and this law needs none.
     """
-    case = crowd(domain) if in_torch(domain) else None
+    case = crowd(domain) if domain.drawing.quick else None
     if case is None:
         return []
     scale = max(domain.drawn_scales, key=("default", "half", "one").index)

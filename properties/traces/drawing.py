@@ -12,6 +12,7 @@ from properties.traces.domain import Decoded, TraceDomain
 from properties.traces.events import PADDING, Roll
 from properties.words.domain import inside
 from properties.words.lengths import widths
+from properties.words.sizes import at_limits
 
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 CROWDED_ROWS = 68  # rows of the steps of `crowds`: over 64, a usual size of a table of rows
@@ -283,10 +284,10 @@ class _Author:
 def fixed_cases(domain: TraceDomain, traces: Sequence[str], **words: Any) -> list[TraceCase]:
     """Return the case of the first of some traces that is inside the domain, with its simplest widths and dtypes; [] if none is.
 
-    There is none if the check draws no large cases.
+    There is none if the check draws no large cases, and on a GPU.
     """
     keys, values = ([width for width in range(4, MOST_WIDTH + 1) if has(width)] for has in (domain.has_key, domain.has_value))
-    if not (keys and values and domain.drawing.long):
+    if not (keys and values and at_limits(domain)):
         return []
     fields: dict[str, Any] = {
         "pad": (domain.padding_slots or ("-1",))[0],

@@ -37,9 +37,14 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
     and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK.
     """
-    if chunk and chunk > USUAL_CHUNK:
-        most = min(most, LARGEST_CHUNK**2 // chunk)
-    return with_drawing(domain, chunk=chunk or 64, long=most, large="")
+    long = min(most, LARGEST_CHUNK**2 // chunk) if chunk and chunk > USUAL_CHUNK else most
+    long = long if domain.draws_large or domain.has_limits else 0
+    return with_drawing(domain, chunk=chunk or 64, long=long, quick=long > 0 and most == MOST["quick"], large="")
+
+
+def at_limits(domain: Any) -> bool:
+    """Whether cases at limits are drawn: if long ones are, and not on a GPU, where kernels would be compiled for their widths."""
+    return 0 < domain.drawing.long <= MOST["quick"] and domain.drawing.reach == 1
 
 
 def with_drawing(domain: T, **fields: Any) -> T:
