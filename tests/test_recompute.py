@@ -178,6 +178,11 @@ def test_a_wrong_tangent_is_found() -> None:
     assert {finding.output for finding in outcome.findings} == {"o along a direction", "final_state along a direction"}
 
 
+def test_states_that_a_packed_call_does_not_return_have_no_derivative() -> None:
+    words = "lengths=5+3 packed=yes key_dim=4 value_dim=4 gate=64 state=random initial_states=first final_states=last"
+    assert outcome_of("transforms", "tests/right_conventions.py:OneState", words).verdict is Verdict.HOLDS
+
+
 def test_cases_without_a_backward_or_far_from_one_are_refused() -> None:
     law = book_of(Domain()).laws["recompute"]
     for words, variant, message in [
