@@ -36,7 +36,7 @@ CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "g
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
-ROWS = MOST_ALONG_Y + 65  # tokens of the case at a limit
+ROWS, LONG = MOST_ALONG_Y + 65, 1024  # tokens of the case at a limit, and the least that its sequences may have
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -185,34 +185,29 @@ class ModuleDomain(AnyDomain):
 def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """Return a case with over 65,535 tokens, which are as many rows of a norm, cheap because it is narrow.
 
-    There is none if the check draws no long cases, and if kernels are compiled or interpreted.
+    There is none if the check draws no long cases, if kernels are compiled or interpreted, and if sequences must be short.
     """
-    if not (at_limits(domain) and domain.drawing.quick):
+    if not (at_limits(domain) and domain.drawing.quick and domain.longest >= LONG):
         return []
-    longest = min(domain.longest, ROWS)
-    words = {name: values[0] for name, values in domain.rare_words.items()}
-    if "eps" in words_of(domain.operation):
-        words["eps"] = domain.eps[0]
-    case = ModuleCase(
-        (longest,) * -(-ROWS // longest),
-        domain.operation,
-        packed=not domain.batched,
-        dtype=domain.dtypes[0],
-        backward=domain.backward,
-        beta=domain.beta,
-    )
-    widths = {name: min(_widths(domain, ROWS)) for name in ("width", "out_width") if name in words_of(domain.operation)}
-    more = {name: value for name, value in {**words, **widths}.items() if name in words_of(domain.operation)}
-    if domain.operation in CONV:
-        more |= {
-            "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
-            "activation": domain.activations[0],
-            "offsets": domain.offsets[0] if case.packed else "int64",
-            "final_state": domain.final_state,
-            "state_columns": domain.state_columns,
-        }
-    found = dataclasses.replace(case, **more)
-    return [found] if domain.outside(found) is None else []
+    longest, every = min(domain.longest, ROWS), words_of(domain.operation)
+    lengths = (longest,) * -(-ROWS // longest)
+    narrow = min(_widths(domain, ROWS))
+    words: dict[str, Any] = {name: values[0] for name, values in domain.rare_words.items()}
+    words |= {
+        "packed": not domain.batched,
+        "width": narrow,
+        "out_width": narrow,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "activation": domain.activations[0],
+        "final_state": domain.final_state,
+        "state_columns": domain.state_columns,
+        "offsets": domain.offsets[0] if not domain.batched else "int64",
+        "eps": domain.eps[0],
+        "beta": domain.beta,
+    }
+    words = {name: value for name, value in words.items() if name in every}
+    case = ModuleCase(lengths, domain.operation, dtype=domain.dtypes[0], backward=domain.backward, **words)
+    return [case] if domain.outside(case) is None else []
 
 
 @st.composite

@@ -78,7 +78,7 @@ def exact_crowds(domain: Domain) -> list[Case]:
     if case is None:
         return []
     scale = max(domain.drawn_scales, key=("default", "half", "one").index)
-    words = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
+    words: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
     exact = dataclasses.replace(case, **words)
     return [exact] if domain.outside(exact) is None and exact.in_kernel == "none" else []
 

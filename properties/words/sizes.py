@@ -44,7 +44,7 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
 
 def at_limits(domain: Any) -> bool:
     """Whether cases at limits are drawn: if long ones are, and not on a GPU, where kernels would be compiled for their widths."""
-    return 0 < domain.drawing.long <= MOST["quick"] and domain.drawing.reach == 1
+    return bool(0 < domain.drawing.long <= MOST["quick"] and domain.drawing.reach == 1)
 
 
 def with_drawing(domain: T, **fields: Any) -> T:
