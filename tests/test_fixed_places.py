@@ -29,6 +29,7 @@ OTHERS = 3  # examples of the law that are drawn, with which the implementation 
 SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.HeadsOf16Bits: ("recall", ""),
     wrong.TokensOf12Bits: ("oracle", ""),
+    wrong.TokensOf16Bits: ("recall", ""),
     wrong.RowsOf16Bits: ("oracle", ""),
     wrong.TapsOf16Bits: ("oracle", ""),
     wrong.RequestsUpTo1024: ("oracle", ""),

@@ -20,7 +20,7 @@ from properties.paths.domain import PathDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from properties.rules.drawing import crowd as crowd_of
-from properties.rules.drawing import exact_crowds, limits
+from properties.rules.drawing import exact_limits, limits
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
@@ -163,7 +163,8 @@ def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> N
     assert domain == Domain(drawing=Drawing(chunk=16, long=most, quick=cost == "quick"))
     assert (crowd_of(domain) is not None) == (cost != "slow")
     assert (crowd_of(domain) in limits(domain)) == (cost == "interpreted")
-    assert len(exact_crowds(domain)) == (cost == "quick")
+    assert len(exact_limits(domain)) == (cost == "quick"), "a chunk of 16 is too small for a long sequence"
+    assert [len(case.lengths) for case in exact_limits(sized(Domain(), 64, MOST["quick"]))] == [65, 1]
     assert with_sizes(described, "cuda").domain == Domain(drawing=Drawing(chunk=16, long=MOST_ON_GPU))
     paths = dataclasses.replace(described, domain=PathDomain())
     assert with_sizes(paths, "cpu").domain == PathDomain(drawing=Drawing(chunk=16))

@@ -113,6 +113,13 @@ class TokensOf12Bits(Chunkwise):
         return o[:, torch.arange(o.shape[1]) % 2**12] if x.cu_seqlens is None else o, state
 
 
+class TokensOf16Bits(Chunkwise):
+    """Tokens from 65,536 on get the outputs of the first ones."""
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Any:
+        return o[:, torch.arange(o.shape[1]) % 2**16] if x.cu_seqlens is None else o, state
+
+
 class RowsOf16Bits(GatedNorm):
     """Rows of the norm from 65,535 on, tokens times heads, stay zeros."""
 

@@ -29,14 +29,14 @@ from properties.words.domain import (
 from properties.words.lengths import lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MOST_ALONG_Y, at_limits, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MOST_TOKENS, at_limits, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
-ROWS, LONG = MOST_ALONG_Y + 65, 1024  # tokens of the case at a limit, and the least that its sequences may have
+ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 

@@ -26,6 +26,7 @@ from properties.words.sizes import (
     LENGTHS,
     MANY_HEADS,
     MANY_TOKENS,
+    MOST_TOKENS,
     NARROW,
     kind_of,
     kinds_of,
@@ -68,19 +69,20 @@ def limits(domain: Domain) -> list[Case]:
     return [case for case in (first, many, heads, computed, last) if case is not None]
 
 
-def exact_crowds(domain: Domain) -> list[Case]:
-    """Return the crowd of `crowd` for the law `recall`, if the domain allows it.
+def exact_limits(domain: Domain) -> list[Case]:
+    """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    Plain torch has no grid that is too large, but it may have indices that are too narrow. The bounds of so many heads take 10 s,
-    and this law needs none.
+    These are the crowd of `crowd` and a sequence of over 65,535 tokens. Plain torch has no grid that is too large, but it may have
+    indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many tokens
+    take as long, so that the sequence is for implementations in chunks.
     """
-    case = crowd(domain) if domain.drawing.quick else None
-    if case is None:
-        return []
+    step = domain.length_step
+    words: dict[str, Any] = {"lengths": (-(-MOST_TOKENS // step) * step,), "packed": not domain.batched}
+    found = [crowd(domain) if domain.drawing.quick else None, _narrow_case(domain, **words) if domain.drawing.chunked else None]
     scale = max(domain.drawn_scales, key=("default", "half", "one").index)
-    words: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
-    exact = dataclasses.replace(case, **words)
-    return [exact] if domain.outside(exact) is None and exact.in_kernel == "none" else []
+    exact: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
+    cases = [dataclasses.replace(case, **exact) for case in found if case is not None and case.in_kernel == "none"]
+    return [case for case in cases if domain.outside(case) is None]
 
 
 def _narrow_case(domain: Domain, inside: str = "none", **words: Any) -> Case | None:

@@ -41,7 +41,7 @@ from properties.laws.recompute import recompute_law
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import REMEMBERING, cases, exact_crowds, keys_of, limits, values_of
+from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, limits, values_of
 from properties.words.domain import VIEWS, takes_view
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
@@ -351,7 +351,7 @@ LAWS: dict[str, Law] = {
                 else "scale is not supported"
             ),
             lacks=_recall_lacks,
-            always=lambda domain: [Example(case) for case in exact_crowds(domain) if _recall_lacks(case, None) is None],
+            always=lambda domain: [Example(case) for case in exact_limits(domain) if _recall_lacks(case, None) is None],
         ),
         Law(
             "future",

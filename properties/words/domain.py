@@ -29,6 +29,8 @@ class Drawing:
     """The most tokens of long cases; 0 for none."""
     quick: bool = False
     """Whether a token costs little, as in plain torch on a CPU."""
+    chunked: bool = False
+    """Whether the implementation takes 64 tokens or more in a step, so that 65,536 tokens are few steps."""
     large: str = ""
     """What is large in a case, "" for nothing (properties/words/sizes.py)."""
     chunk: int = 64

@@ -28,6 +28,7 @@ MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
 MANY_TOKENS = 4100  # just over 4,095, the last index with 12 bits
+MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 
 
@@ -39,7 +40,8 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     """
     long = min(most, LARGEST_CHUNK**2 // chunk) if chunk and chunk > USUAL_CHUNK else most
     long = long if domain.draws_large or domain.has_limits else 0
-    return with_drawing(domain, chunk=chunk or 64, long=long, quick=long > 0 and most == MOST["quick"], large="")
+    quick = long > 0 and most == MOST["quick"]
+    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, chunked=quick and (chunk or 0) >= 64, large="")
 
 
 def at_limits(domain: Any) -> bool:
