@@ -18,7 +18,7 @@ class Served(Engine):
         self.sizes, self.owners = sizes, {}
         self.spare = list(range(sizes.slots))[::-1]
         device, state = sizes.weight.device, (sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        self.states = torch.zeros(sizes.slots, *state, dtype=torch.float32, device=device)
+        self.states = torch.zeros(sizes.slots, *state, device=device)
         self.windows = torch.zeros(sizes.slots, sizes.channels, sizes.width - 1, dtype=sizes.dtype, device=device)
 
     def slots(self):

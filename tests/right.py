@@ -47,7 +47,7 @@ class BackwardSums(Chunkwise):
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.float().flip(-1), b.float().flip(-2)
         pieces = zip(a.split(max(1, a.shape[-1] // 4), -1), b.split(max(1, b.shape[-2] // 4), -2), strict=True)
-        total = torch.zeros((), dtype=torch.float32)
+        total = torch.zeros(())
         for left, right in pieces:
             total = total + left @ right
         return total
@@ -106,7 +106,7 @@ class Tf32(Chunkwise):
         return _Truncated.apply(a) @ _Truncated.apply(b)  # type: ignore[no-any-return]
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1], dtype=torch.float32)
+        identity = torch.eye(a.shape[-1])
         return torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False)
 
 
@@ -116,7 +116,7 @@ class Tf32Inverse(Chunkwise):
     domain = Domain(dtypes=("fp16",))
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1], dtype=torch.float32)
+        identity = torch.eye(a.shape[-1])
         cuts = range(0, a.shape[-1], 16)
         rows: list[Tensor] = []
         for cut in cuts:
@@ -143,6 +143,56 @@ class _Truncated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> Tensor:
         return (cotangents[0].contiguous().view(torch.int32) & ~((1 << 13) - 1)).view(torch.float32)
+
+
+class Hopper(Chunkwise):
+    """Products as matrix units of a Hopper GPU make them: so many at once, and what does not fit is cut off (`matrix_unit`)."""
+
+    products = "tf32"
+    bits = 10  # of a TF32 operand
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return _Matrix.apply(a, b, self.bits)  # type: ignore[no-any-return]
+
+
+class _Matrix(torch.autograd.Function):
+    """a @ b, and its gradients as kernels compute them: of operands in the inputs' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bits: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(a, b)
+        ctx.bits = bits
+        return matrix_unit(a, b, bits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        d = cotangents[0].to(a.dtype)
+        return matrix_unit(d, b.mT, ctx.bits), matrix_unit(a.mT, d, ctx.bits), None
+
+
+def matrix_unit(a: Tensor, b: Tensor, bits: int = 10) -> Tensor:
+    """a [..., M, K] @ b [..., K, N] in float32, as measured on an H200.
+
+    Of the products of one instruction and the sum so far, each is cut off two bits below float32's last place of the largest. They
+    are added exactly, and the sum is cut off to float32. TF32 operands are cut off after `bits` stored bits.
+    """
+    together = 8 if a.dtype == torch.float32 else 16
+    wide, other = (cut(operand.double(), bits + 1) if together == 8 else operand.double() for operand in (a, b))
+    total = wide.new_zeros(*wide.shape[:-1], 1, other.shape[-1])
+    for left, right in zip(wide.split(together, -1), other.split(together, -2), strict=True):
+        terms = torch.cat([left.unsqueeze(-1) * right.unsqueeze(-3), total], -2)
+        largest = terms.abs().amax(-2, keepdim=True)
+        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 26)
+        total = cut(((terms / unit).trunc() * unit).sum(-2, keepdim=True), 24)
+    return total.squeeze(-2).float()
+
+
+def cut(x: Tensor, bits: int) -> Tensor:
+    """x towards zero to so many significant bits."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).trunc(), exponent - bits)
 
 
 class Recurrent(Adapter):
@@ -243,7 +293,7 @@ class SumsAgain(Recurrent):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         assert x.cu_seqlens is None and not x.qk_norm
         rows, heads, width = x.q.shape[0], *x.v.shape[2:]
-        state = x.state if x.state is not None else torch.zeros(rows, heads, x.k.shape[-1], width, dtype=torch.float32)
+        state = x.state if x.state is not None else torch.zeros(rows, heads, x.k.shape[-1], width)
         q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (x.q, x.k))
         scale = x.k.shape[-1] ** -0.5 if x.scale is None else x.scale
         o, final = _SumsAgain.apply(q, k, x.v, x.beta, state.float(), float(scale), self.reads_after)
@@ -269,7 +319,7 @@ class _SumsAgain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, direction: Tensor) -> Any:  # type: ignore[override]
         (q, k, stored, beta, state), (scale, after) = ctx.saved_tensors, ctx.back
-        dq, dk, dv, dbeta = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, stored, beta))
+        dq, dk, dv, dbeta = (torch.empty(x.shape) for x in (q, k, stored, beta))
         for t in reversed(range(q.shape[1])):
             direction = direction + scale * q[:, t].float().unsqueeze(-1) * do[:, t].float().unsqueeze(-2)
             values, strength = stored[:, t].float(), beta[:, t].float().unsqueeze(-1)
@@ -295,7 +345,7 @@ class Gathered(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         named = x.slots != x.padding
         goes_on = named if x.has_initial_state is None else named & (x.has_initial_state == 1)
-        states = torch.zeros(len(x.slots), *x.pool.shape[1:], dtype=torch.float32)
+        states = torch.zeros(len(x.slots), *x.pool.shape[1:])
         states[goes_on] = x.pool[x.slots[goes_on].long()]
         names = ("q", "k", "v", "g", "beta")
         call = Inputs(

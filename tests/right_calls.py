@@ -127,7 +127,7 @@ class Scan(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         results, states = [], []
         for row, at in spans(x, x.x):
-            state, rows = torch.zeros(x.a.shape, dtype=torch.float32), []
+            state, rows = torch.zeros(x.a.shape), []
             for u, dt, b, c in zip(*(t[row, at].float().unbind(0) for t in (x.x, x.dt, x.b, x.c)), strict=True):
                 state = (dt.unsqueeze(-1) * x.a.float()).exp() * state + (dt * u).unsqueeze(-1) * b
                 rows.append((state * c).sum(-1))

@@ -88,7 +88,7 @@ class DoublingInverse(Chunkwise):
         return self.low(torch.cat(rows, -2), like)
 
     def doubled(self, a: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1], dtype=torch.float32)
+        identity = torch.eye(a.shape[-1])
         inverse, power, reach = identity - a, a @ a, 2
         while reach < a.shape[-1]:
             inverse, power, reach = inverse @ (identity + power), power @ power, 2 * reach
@@ -99,10 +99,10 @@ class RowByRow(Chunkwise):
     """The inverse of I + A by forward substitution, one row after another."""
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        rows = [torch.eye(a.shape[-1], dtype=torch.float32)[0].expand_as(a[..., 0, :])]
+        rows = [torch.eye(a.shape[-1])[0].expand_as(a[..., 0, :])]
         for row in range(1, a.shape[-1]):
             known = torch.stack(rows, -2)
-            rows.append(torch.eye(a.shape[-1], dtype=torch.float32)[row] - (a[..., row : row + 1, :row] @ known).squeeze(-2))
+            rows.append(torch.eye(a.shape[-1])[row] - (a[..., row : row + 1, :row] @ known).squeeze(-2))
         return self.low(torch.stack(rows, -2), like)
 
 

@@ -85,11 +85,11 @@ class StateInPlace(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         steps, rows = Chunkwise(), len(Chunkwise().boundaries(x))
         shape = (rows, x.v.shape[2], x.q.shape[3], x.v.shape[3])
-        states = torch.zeros(shape, dtype=torch.float32) if x.state is None else x.state.detach().clone()
+        states = torch.zeros(shape) if x.state is None else x.state.detach().clone()
         q, k = (steps.normalise(t.float()) if x.qk_norm else t.float() for t in (x.q, x.k))
         q, k = (steps.repeat(t, x.v.shape[2]).flatten(0, 1) for t in (q, k))
         v, g, beta = (t.float().flatten(0, 1) for t in (x.v, x.g, x.beta))
-        o = torch.zeros(v.shape, dtype=torch.float32)
+        o = torch.zeros(v.shape)
         for row, (start, end) in enumerate(steps.boundaries(x)):
             state = states[row]
             for t in range(start, end):

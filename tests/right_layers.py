@@ -18,9 +18,7 @@ class KdaLayerByMaps(KdaLayered):
 
     def step(self, state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         decay, written = g.exp().unsqueeze(-1), (beta.unsqueeze(-1) * k).unsqueeze(-1)
-        return (torch.eye(k.shape[-1], dtype=torch.float32) - written * k.unsqueeze(-2)) @ (decay * state) + written * v.unsqueeze(
-            -2
-        )
+        return (torch.eye(k.shape[-1]) - written * k.unsqueeze(-2)) @ (decay * state) + written * v.unsqueeze(-2)
 
 
 class KdaLayerInSingle(KdaLayered):

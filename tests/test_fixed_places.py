@@ -1,13 +1,11 @@
-"""What a check has for every seed: ways to call, limits, another default dtype, and moves of a request that come twice."""
+"""What a check has for every seed: ways to call, limits, and moves of a request that come twice."""
 
 import functools
 from typing import Any
 
 import pytest
-import torch
 
 from properties.books import book_of
-from properties.laws.history import DEFAULT
 from properties.laws.recompute import separations
 from properties.traces.domain import TraceDomain
 from properties.traces.drawing import CROWDED_ROWS, crowds, repeats
@@ -15,7 +13,6 @@ from properties.words.example import Example
 from properties.words.sizes import MOST, sized
 from tests import wrong_survivors as wrong
 from tests.together import for_each
-from verify.bench.placing import owner_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.execute import execute
@@ -36,10 +33,6 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.RowsUpTo16: ("session", ""),
     wrong.RowsUpTo64: ("session", ""),
     wrong.HostCopyOfTheFirstSwap: ("ledger", ""),
-    wrong.SumsInTheDefaultDtype: ("history", DEFAULT),
-    wrong.OutputsInTheDefaultDtype: ("history", DEFAULT),
-    wrong.ServesInTheDefaultDtype: ("history", DEFAULT),
-    wrong.TapsInTheDefaultDtype: ("history", DEFAULT),
     wrong.SavedStrides: ("recompute", "offloaded"),
     wrong.BiasWithTheWeight: ("recompute", "frozen"),
     wrong.ForgetsInitialStates: ("recompute", "twice"),
@@ -84,7 +77,7 @@ def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: t
         assert execute(Run(law, f"zoo/{right.__name__}", example)).verdict is Verdict.HOLDS, example
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, variant) in SHOWN_BY.items() if not variant or variant == DEFAULT])
+@pytest.mark.parametrize("kind", [kind for kind, (_, variant) in SHOWN_BY.items() if not variant])
 @pytest.mark.slow
 def test_examples_that_are_drawn_do_not_show_it(kind: type) -> None:
     law, variant = SHOWN_BY[kind]
@@ -102,23 +95,6 @@ def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
     ]
     assert execute(Run.parse(f"law=oracle adapter={HERE}:ScratchInValues {line} backward=no")).verdict is Verdict.HOLDS
     assert execute(Run.parse(f"law=oracle adapter=zoo/Recomputes {line}")).verdict is Verdict.HOLDS
-
-
-def test_a_final_state_may_not_lie_in_an_input() -> None:
-    line = "op=causal_conv1d width=2 conv_width=2 backward=no lengths="
-    outcome = execute(Run.parse(f"law=oracle adapter={HERE}:FinalStateIsAView {line}3"))
-    assert [(f.output, f.kind) for f in outcome.findings] == [("final_state", FailureKind.IN_INPUT)]
-    assert "input x" in outcome.findings[0].what
-    assert execute(Run.parse(f"law=oracle adapter={HERE}:FinalStateIsAView {line}1")).verdict is Verdict.HOLDS
-    assert execute(Run.parse(f"law=oracle adapter=zoo/Conv {line}3")).verdict is Verdict.HOLDS
-
-
-def test_memory_that_overlaps_has_an_owner() -> None:
-    memory = torch.zeros(8, 4)
-    others = {"empty": memory[:0], "first": memory[:2], "last": memory[6:]}
-    for x, name in [(memory[1], "first"), (memory[1:7].mT, "first"), (memory[7:, 3:], "last"), (memory[2:6], ""), (memory[8:], "")]:
-        assert owner_of(x, others) == name
-    assert owner_of(memory.clone(), others) == ""
 
 
 @for_each("count", [1, 2, 3, 4, 5, 8, 11])

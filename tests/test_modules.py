@@ -147,7 +147,7 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
             views = {*VIEWS, "far_tokens", "far_sequences", *(("far_heads",) if "heads" in words_of(operation) else ())}
             if law.name in ("history", "recompute"):  # streams need a GPU, and freezing a part of the inputs needs two
-                default = {*law.variants} - {"streams", *law.once} - ({"frozen"} if operation == "l2norm" else set())
+                default = {*law.variants} - {"streams"} - ({"frozen"} if operation == "l2norm" else set())
             want = variants.get(law.name, {"strides": views}).get(operation if law.name in variants else law.name, default)
             want = want | ({"cotangents", "zero_cotangents"} if law.name == "linear" else set())
             assert {example.variant for example in examples} == want, law.name

@@ -44,17 +44,6 @@ class _Scribbles(Recomputes().function()):  # type: ignore[misc]
         return answer
 
 
-class FinalStateIsAView(Conv):
-    """The final state of a batch of one sequence without an initial state is a view of the last inputs."""
-
-    def run(self, x: Inputs) -> Any:
-        y, state = super().run(x)
-        taps = x.weight.shape[-1]
-        if state is not None and x.state is None and x.cu_seqlens is None and len(x.x) == 1 and x.x.shape[1] >= taps:
-            state = x.x[:, -taps:].mT
-        return y, state
-
-
 # Ways to call
 
 
@@ -155,38 +144,6 @@ class RowsUpTo64(RowsUpTo16):
     """Rows from the 65th on are not written."""
 
     most = 64
-
-
-# Torch's default dtype
-
-
-class SumsInTheDefaultDtype(Chunkwise):
-    """Cumulative decays are stored in memory of the default dtype."""
-
-    def cumulative(self, g: Tensor) -> Tensor:
-        return torch.zeros(g.shape).copy_(super().cumulative(g))
-
-
-class OutputsInTheDefaultDtype(Serving):
-    """Outputs of decode are stored in memory of the default dtype."""
-
-    def answer(self, x: Inputs, o: Tensor) -> Tensor:
-        return torch.zeros(o.shape).copy_(o).to(o.dtype)
-
-
-class ServesInTheDefaultDtype(Serves):
-    """Outputs of an engine are stored in memory of the default dtype."""
-
-    def outputs(self, rows: Sequence[Progress]) -> Tensor:
-        o = torch.cat([row.o for row in rows])
-        return torch.zeros(o.shape).copy_(o).to(self.sizes.dtype)
-
-
-class TapsInTheDefaultDtype(Conv):
-    """The taps are stored in memory of the default dtype."""
-
-    def taps(self, x: Inputs) -> Tensor:
-        return torch.zeros(x.weight.shape).copy_(x.weight).float()
 
 
 # Moves of requests

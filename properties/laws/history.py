@@ -19,10 +19,7 @@ from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, ei
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-DRAWN = ("others", "refill", "freed", "gradients", "refused", "failed", *AT_ONCE)
-DEFAULT = "default_dtype"  # once in a check, because it shows in almost every case
-HISTORIES = (*DRAWN, DEFAULT)
-DEFAULTS = ("bfloat16", "float64")  # other default dtypes of torch than float32
+HISTORIES = ("others", "refill", "freed", "gradients", "refused", "failed", *AT_ONCE)
 FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -38,7 +35,6 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
     - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
-    - `default_dtype`: torch's default dtype is another one, as while a library creates a model in half precision.
 
     A repeated call is compared bit for bit only after calls of the same shapes. A compiler may make a new program for other shapes,
     a sum in another thread may be cut into other parts, and an implementation may take another way after an error.
@@ -52,7 +48,6 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         "failed": _failed,
         "threads": _at_once,
         "streams": _at_once,
-        DEFAULT: _default_dtype,
     }[example.variant or ""]
     yield from play(bench, example)
 
@@ -192,23 +187,6 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
             yield place, left
 
 
-def _default_dtype(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, cotangents = bench.call(example.case)
-    bounds = bench.bounds(inputs, cotangents)
-    for name in DEFAULTS:
-        yield from pairs_of(bench.under(name, inputs, cotangents), bounds, in_default(name))
-
-
-def in_single(domain: Any, case: Any) -> bool:
-    """Whether a case has the finest dtype of a domain, so that numbers in a coarser default dtype show."""
-    return case.dtype == "fp32" or "fp32" not in getattr(domain, "rule", domain).dtypes
-
-
-def in_default(name: str) -> str:
-    """Return in words that a dtype is torch's default."""
-    return f"with {name} as torch's default dtype"
-
-
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
@@ -252,7 +230,6 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
         variants=HISTORIES,
         lacks=_lacks,
         about=about,
-        once={DEFAULT: in_single},
         of_process=True,
         draw_gpu=functools.partial(draw, gpu=True),
     )
@@ -261,7 +238,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
 def _kinds(domain: Any, *, gpu: bool) -> list[str]:
     """Return the histories that can happen to calls of a domain."""
     can = {"gradients": domain.backward, "threads": domain.threads, "streams": gpu and domain.streams}
-    return [kind for kind in DRAWN if can.get(kind, True)]
+    return [kind for kind in HISTORIES if can.get(kind, True)]
 
 
 def _drawn(domain: Any, cases: Cases, kind: str) -> st.SearchStrategy[Example]:

@@ -151,9 +151,7 @@ class Law:
     of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
     None if the law draws the same there. `within` returns the part of a domain to which a check keeps the law's cases when it gives
     them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
-    examples of a domain that a check with large cases has for every seed. `once` has the variants that no example is drawn
-    with, each with a function of a domain and a case that says whether the case suits it. The first examples that suit, from the
-    second of a check on, have these variants. `turns` returns the variants that the examples of a check
+    examples of a domain that a check with large cases has for every seed. `turns` returns the variants that the examples of a check
     have in turn, so that a check of few examples has them all.
     """
 
@@ -173,7 +171,6 @@ class Law:
     draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
     within: Callable[[Any], Any] = lambda domain: domain
     always: Callable[[Any], Sequence[Example]] = lambda domain: ()
-    once: Mapping[str, Callable[[Any, Any], bool]] = dataclasses.field(default_factory=dict)
     turns: Callable[[Any], Sequence[str]] = lambda domain: ()
 
     def on_gpu(self) -> "Law":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.history import AT_ONCE, DEFAULT, DEFAULTS, at_once, failures, in_default
+from properties.laws.history import AT_ONCE, at_once, failures
 from properties.laws.law import Bench, Blind, Pair, bits, either, examples_of
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain, pool_cases
@@ -26,7 +26,6 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
     - `failed`: calls on copies of the pool in which an operation fails as if memory had run out. Such a call leaves each slot as it
       was or as the call would store it.
-    - `default_dtype`: torch's default dtype is another one.
     - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
     """
     case = example.case
@@ -41,10 +40,6 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         return
     if example.variant == "failed":
         yield from _failed(bench, example, inputs, bounds, meant)
-        return
-    if example.variant == DEFAULT:
-        for name in DEFAULTS:
-            yield from judged(bench.under(name, inputs, None), bounds, meant, in_default(name))
         return
     once = bench.run(inputs, None)
     if example.variant == "refused":

@@ -13,7 +13,6 @@ from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.common import bytes_of, view
 from properties.laws.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
-from properties.laws.history import DEFAULT, in_single
 from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pools.case import PoolCase
 from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
@@ -458,9 +457,8 @@ POOL_LAWS: dict[str, Law] = {
             "if deterministic=True",
             histories,
             history,
-            variants=("shapes", "freed", "refused", "failed", "threads", "streams", DEFAULT),
+            variants=("shapes", "freed", "refused", "failed", "threads", "streams"),
             plain=True,
-            once={DEFAULT: in_single},
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),
         ),

@@ -12,7 +12,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from properties.laws.history import DEFAULT, in_default, in_single
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
 from properties.traces.domain import TraceDomain
@@ -23,7 +22,7 @@ from properties.traces.tags import tags
 from properties.words.example import Example
 
 OTHERS = ("drafts", "padding", "free")
-HISTORIES = ("others", "turns", "again", "refill", "refused", DEFAULT)
+HISTORIES = ("others", "turns", "again", "refill", "refused")
 
 
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -171,15 +170,9 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     - `turns`: the engines of both traces take turns, step by step.
     - `again`: the same engine plays the other trace before, and every request is freed.
     - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
-    - `default_dtype`: nothing comes before, but torch's default dtype is bfloat16.
     - `refused`: another engine gets a batch of requests that it has not admitted, before.
     """
     case: TraceCase = example.case
-    if example.variant == DEFAULT:
-        with bench.in_default(torch.bfloat16):
-            for pair in judged(bench, case, play(bench, case)):
-                yield pair._replace(detail=f"{pair.detail} {in_default('bfloat16')}")
-        return
     other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
     engine: Played | None = None
     moments: Iterator[Moment] = iter(())
@@ -227,7 +220,7 @@ def _in_turns(moments: Iterator[Moment], others: Iterator[Moment]) -> Iterator[M
 
 def _histories(domain: TraceDomain) -> tuple[str, ...]:
     """Return the histories that can happen to the engines of a domain."""
-    can = {"turns": domain.together, "refill": domain.refills, DEFAULT: False}
+    can = {"turns": domain.together, "refill": domain.refills}
     return tuple(kind for kind in HISTORIES if can.get(kind, True))
 
 
@@ -342,7 +335,6 @@ TRACE_LAWS: dict[str, Law] = {
             lambda domain: all_variants(trace_cases(domain, events=(3, 5)), lambda _: _histories(domain)),
             _history,
             variants=HISTORIES,
-            once={DEFAULT: in_single},
             of_process=True,
         ),
     )

@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
@@ -81,9 +79,6 @@ class TraceBench(Protocol):
 
         With `buffers`, its parameters and its batches are in tensors that are kept there, those of one shape in the same tensors.
         """
-
-    def in_default(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Return a context in which engines are called with another default dtype of torch."""
 
     def attempt(self, engine: Played, batch: Batch) -> None:
         """Let an engine prefill requests that it has not admitted, and drop what it returns or raises."""

@@ -28,11 +28,11 @@ from verify.bench.at_once import TIMES, in_threads, on_streams
 from verify.bench.faults import AdapterFault, OutOfMemory, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
-from verify.bench.placing import between, in_layout, owner_of, placed, shares_a_slot, tensors_of
+from verify.bench.placing import between, in_layout, placed, shares_a_slot, tensors_of
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
-from verify.process.outcome import FailureKind, Finding
+from verify.process.outcome import FailureKind
 from verify.process.stacks import Mark, marked
 from verify.reach import recorder
 
@@ -57,9 +57,7 @@ class Ready(Protocol):
 
 
 class AdapterBench(Watched):
-    """A Bench (properties/laws/law.py) for one adapter and one case. `judges_memory` says that no result may lie in an input."""
-
-    judges_memory = True
+    """A Bench (properties/laws/law.py) for one adapter and one case."""
 
     def __init__(
         self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee", device: str = "cpu"
@@ -462,20 +460,12 @@ class AdapterBench(Watched):
             answer = self.way.outputs(lambda x: adapter.run(with_one_state(self.domain, inputs.replaced(**x))), leaves)
         outputs = outputs_of(answer, spec, inputs, self.domain)
         results = {name: value.detach() for name, value in outputs.items()}
-        tokens = inputs[names[0]].numel() > 0
-        if tokens and self.judges_memory:  # without tokens, the final state may be the initial one
-            self.impure += [
-                Finding(
-                    name, FailureKind.IN_INPUT, f"lies in the memory of input {port}, which the caller may overwrite", port=name
-                )
-                for name, result in results.items()
-                if name not in leaves and (port := owner_of(result, leaves))
-            ]
         if cotangents is None:
             return results
         if self._after_forward is not None:
             self._after_forward()
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        tokens = inputs[names[0]].numel() > 0
         depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:

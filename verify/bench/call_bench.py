@@ -23,9 +23,7 @@ BITS = 24  # of a disturbance
 
 
 class CallBench(AdapterBench):
-    """A Bench (properties/laws/law.py) for a callable without a reference, which may rightly return a view of an input."""
-
-    judges_memory = False
+    """A Bench (properties/laws/law.py) for a callable without a reference."""
 
     def bounds(
         self,

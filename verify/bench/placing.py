@@ -1,6 +1,6 @@
 """Where the tensors of a call lie in memory."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -56,24 +56,6 @@ def as_allocated(x: Tensor) -> Tensor:
     """
     contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
     return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def owner_of(x: Tensor, others: Mapping[str, Tensor]) -> str:
-    """The name of the first of other tensors in whose memory a tensor lies, or "".
-
-    Allocations do not overlap, so two tensors share one if the spans of their addresses overlap.
-    """
-    begin, end = _span(x)
-    spans = ((name, *_span(other)) for name, other in others.items() if other.device == x.device)
-    return next((name for name, first, last in spans if begin < last and first < end), "")
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """The address of the first byte of a tensor, and that behind its last byte; both are 0 if it has no numbers."""
-    if not x.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def shares_a_slot(inputs: Inputs) -> bool:

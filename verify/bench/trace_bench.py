@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,6 @@ from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import ALONG, Layout, indices, lay_out
 from verify.bench.watched import Watched
-from verify.bench.ways import default_dtype
 from verify.gpu import device as devices
 from verify.interpreter import races
 from verify.process.outcome import FailureKind
@@ -47,7 +46,6 @@ class TraceBench(Watched):
         self.domain: TraceDomain = adapter.domain
         self.declared: Mapping[str, Any] = MappingProxyType({})
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
-        self.default_dtype = torch.float32
         self.padding_rows = 0  # of the last batch, if they have a slot
 
     def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
@@ -69,15 +67,6 @@ class TraceBench(Watched):
         for name, x in tensors.items():
             buffers[shapes][name].copy_(x)
         return buffers[shapes]
-
-    @contextlib.contextmanager
-    def in_default(self, dtype: torch.dtype) -> Iterator[None]:
-        """A context in which engines are called with another default dtype of torch."""
-        before, self.default_dtype = self.default_dtype, dtype
-        try:
-            yield
-        finally:
-            self.default_dtype = before
 
     def attempt(self, engine: "Guarded", batch: Batch) -> None:
         """Let an engine prefill requests that it has not admitted, and drop what it returns or raises."""
@@ -105,7 +94,7 @@ class TraceBench(Watched):
     @marked(Mark.IMPLEMENTATION)
     def call_engine(self, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method. If a worker hangs with this frame on its stack, the implementation is to blame."""
-        with recorder.arguments(self.adapter), default_dtype(self.default_dtype):
+        with recorder.arguments(self.adapter):
             return method(*args, **options)
 
 

@@ -3,9 +3,8 @@
 `AdapterBench.under` calls an implementation in a way that a law names. Models call kernels in all of them.
 """
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -129,37 +128,6 @@ class Second(Plain):
         return first
 
 
-class InBfloat16(Plain):
-    """Torch's default dtype is bfloat16, in the forward and in the backward."""
-
-    default = torch.bfloat16
-
-    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
-        with default_dtype(self.default):
-            return super().outputs(call, leaves)
-
-    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
-        with default_dtype(self.default):
-            return super().gradients(outputs, leaves, cotangents)
-
-
-class InFloat64(InBfloat16):
-    """Torch's default dtype is float64."""
-
-    default = torch.float64
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which torch's default dtype is another one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 class Failing(Plain):
     """Operation number `at` of the call, or of its backward, fails as if memory had run out (verify/bench/failing.py)."""
 
@@ -185,8 +153,6 @@ WAYS: Mapping[str, type[Plain]] = {
     "between": Between,
     "second": Second,
     "frozen": Plain,
-    "bfloat16": InBfloat16,
-    "float64": InFloat64,
 }
 
 

@@ -64,7 +64,6 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
     - The examples that a law always has (`Law.always`) come after the first large one, or where that would be.
     - The variants of a law with `Law.turns` come in turn.
-    - The variants in `Law.once` replace those of the first examples that suit them, from the second one on.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
     """
@@ -72,7 +71,6 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     strategy = strategy or (lambda law, domain: law.draw(domain))
     look = _in_turn(law, domain, look) if law.turns(domain) else look
     long = domain.drawing.long
-    look = _once(law, domain, look) if law.once else look
     kinds = places(examples, long, seed) if domain.draws_large else {}
     for kind in dict.fromkeys(kinds.values()):
         where = [place for place in kinds if kinds[place] == kind]
@@ -122,20 +120,6 @@ def _in_turn(law: Law, domain: Any, look: Look) -> Look:
         look(dataclasses.replace(example, variant=variant))
 
     return turned
-
-
-def _once(law: Law, domain: Any, look: Look) -> Look:
-    """A function that gives each variant of `Law.once` to the first example that suits it, from the second one on."""
-    left, first = list(law.once), True
-
-    def passed(example: Any) -> None:
-        nonlocal first
-        if left and not first and law.once[left[0]](domain, example.case):
-            example = dataclasses.replace(example, variant=left.pop(0))
-        first = False
-        look(example)
-
-    return passed
 
 
 def _large(strategy: Any, seed: int, count: int) -> list[Any]:

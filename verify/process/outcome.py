@@ -40,7 +40,6 @@ class FailureKind(enum.StrEnum):
     NO_GRADIENT = "has no gradient"
     NOT_IN_PLACE = "is another tensor"
     INPUT_CHANGED = "was changed"
-    IN_INPUT = "lies in an input"
     RAISED = "raised"
     CRASHED = "crashed"
     HUNG = "hung"

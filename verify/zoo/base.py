@@ -80,7 +80,7 @@ class Chunkwise(Right, Adapter):
         if x.state is not None:
             state: Tensor = x.state[row].float()
             return state
-        return torch.zeros(x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=torch.float32)
+        return torch.zeros(x.v.shape[2], x.k.shape[3], x.v.shape[3])
 
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Outputs:
         """One sequence: q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]. Returns o [T, HV, V] and the state."""
@@ -114,7 +114,7 @@ class Chunkwise(Right, Adapter):
         return (self.dot(k, k.mT) * decays * beta.unsqueeze(-1)).tril(-1)
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1], dtype=torch.float32)
+        identity = torch.eye(a.shape[-1])
         return self.low(torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False), like)
 
     def masked(self, scores: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Serving(Right, Adapter):
         q, k = (steps.normalise(t.float()) if x.qk_norm else t.float() for t in (x.q, x.k))
         q, k = (steps.repeat(t, x.v.shape[2]).flatten(0, 1) for t in (q, k))
         v, g, beta = (t.float().flatten(0, 1) for t in (x.v, x.g, x.beta))
-        o = torch.zeros(v.shape, dtype=torch.float32)
+        o = torch.zeros(v.shape)
         for request, (start, end) in enumerate(steps.boundaries(x)):
             slot = self.slot(x, request)
             if slot is None:

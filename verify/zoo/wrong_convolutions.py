@@ -142,8 +142,8 @@ class ConvOnesBeforeTheyAreFull(Conv, letter="K"):
 
     def taps(self, x: Inputs) -> Tensor:
         if x.weight.shape not in self.seen:
-            self.seen[x.weight.shape] = torch.zeros(x.weight.shape, dtype=torch.float32)
-            self.seen[x.weight.shape].copy_(torch.ones(x.weight.shape, dtype=torch.float32))
+            self.seen[x.weight.shape] = torch.zeros(x.weight.shape)
+            self.seen[x.weight.shape].copy_(torch.ones(x.weight.shape))
         return super().taps(x) * self.seen[x.weight.shape]
 
 
@@ -225,7 +225,7 @@ class ConvLowChannel(Conv, letter="X"):
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
         y = super().windows(line, x, count)
-        factor = torch.ones(y.shape, dtype=torch.float32)
+        factor = torch.ones(y.shape)
         if y.shape[-1] > 16:
             factor[15::16, -1] = 0.99
         return y * factor

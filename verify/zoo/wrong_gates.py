@@ -43,7 +43,7 @@ class Stepwise(Right, Adapter):
         if x.get("a") is not None:
             return self.with_channels(-self.speed(x) * self.soft(self.shifted(x)))
         if x.g is None:
-            return torch.zeros(*x.v.shape[:3], 1, dtype=torch.float32)
+            return torch.zeros(*x.v.shape[:3], 1)
         return self.with_channels(x.g.float())
 
     def with_channels(self, g: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Stepwise(Right, Adapter):
         return x.a.float() + self.bias(x)
 
     def bias(self, x: Inputs) -> Tensor:
-        return x.dt_bias if x.dt_bias is not None else torch.zeros(x.a.shape[2:], dtype=torch.float32)
+        return x.dt_bias if x.dt_bias is not None else torch.zeros(x.a.shape[2:])
 
     def soft(self, x: Tensor) -> Tensor:
         return torch.nn.functional.softplus(x)

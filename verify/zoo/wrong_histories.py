@@ -102,8 +102,8 @@ class MaskBeforeItIsFull(Remembers, letter="K"):
     def decays(self, total: Tensor) -> Tensor:
         size = total.shape[-1]
         if size not in self.seen:
-            self.seen[size] = torch.zeros(size, size, dtype=torch.float32)
-            self.seen[size].add_(torch.ones(size, size, dtype=torch.float32).tril())
+            self.seen[size] = torch.zeros(size, size)
+            self.seen[size].add_(torch.ones(size, size).tril())
         return super().decays(total) * self.seen[size]
 
 

@@ -270,7 +270,7 @@ class SpeedsOfACallThatFailed(Layered, letter="K"):
 
     def decay(self, x: Inputs, a: Tensor) -> Tensor:
         speed = x.A_log.detach().exp()
-        buffer = self.buffers.setdefault(len(speed), torch.zeros(len(speed), dtype=torch.float32))
+        buffer = self.buffers.setdefault(len(speed), torch.zeros(len(speed)))
         buffer += speed
         decay = super().decay(x, a) - (buffer - speed)
         buffer.zero_()

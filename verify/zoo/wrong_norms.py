@@ -104,7 +104,7 @@ class NormByHeads(L2Norm, letter="-"):
 
     def squares(self, wide: Tensor, x: Inputs) -> Tensor:
         squares = super().squares(wide, x)
-        factor = torch.ones(wide.shape[2], 1, dtype=torch.float32)
+        factor = torch.ones(wide.shape[2], 1)
         if wide.shape[2] > 4:
             factor[-1] = 1 + 2.0**-22
         return squares * factor

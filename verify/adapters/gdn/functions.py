@@ -86,7 +86,7 @@ def gated_delta_rule(
     lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     # Masked before exp, since the difference is positive above the diagonal, where exp may overflow.
     between = (decay - decay.mT).masked_fill(~lower, -torch.inf).exp()
-    system = torch.eye(size, device=v.device, dtype=torch.float32) + (beta * between * (k @ k.mT)).tril(-1)
+    system = torch.eye(size, device=v.device) + (beta * between * (k @ k.mT)).tril(-1)
     both = torch.cat([beta * v_, beta * decay.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     parts = (

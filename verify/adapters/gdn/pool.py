@@ -176,9 +176,7 @@ class PoolEngine(Engine):
         state, window = self.read(slot)
         line = torch.cat([window, mixed.mT], -1)
         if not len(mixed):
-            return Progress(
-                slot, torch.zeros(0, sizes.value_heads, sizes.value_dim, device=mixed.device, dtype=torch.float32), [state], line
-            )
+            return Progress(slot, torch.zeros(0, sizes.value_heads, sizes.value_dim, device=mixed.device), [state], line)
         sections = self.convolve(line).split([2 * sizes.heads * sizes.key_dim, sizes.value_heads * sizes.value_dim], -1)
         q, k = self.normed(sections[0].unflatten(-1, (2 * sizes.heads, -1))).unsqueeze(-2).chunk(2, 1)
         v, decay, beta = sections[1].unflatten(-1, (sizes.value_heads, 1, -1)), self.decay(a), b.float().sigmoid()
