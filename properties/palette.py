@@ -237,7 +237,7 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
 
 def _sample(law: Law, domain: Any, seed: int, count: int) -> list[Example]:
     """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY more that are large, of each kind."""
-    strategy, kinds = law.on_gpu().draw, KINDS if domain.drawing.long else ()
+    strategy, kinds = law.on_gpu().draw, KINDS if domain.drawing.long and domain.draws_large else ()
     examples = _drawn(strategy, domain, seed, count + 1)[1:]  # the first one is the same for every seed
     for kind in kinds:
         large, more = with_drawing(domain, large=kind), max(1, count // (EVERY * len(KINDS)))

@@ -472,6 +472,7 @@ RIGHT = [
         for name in (
             "ConvLastFirst",
             "ConvInSteps",
+            "ConvStateIsAView",
             "ConvTogether",
             "ConvRolls",
             "ConvRoundsProducts",

@@ -450,7 +450,7 @@ KILLED_BY = {
     pools.ReadsVFirst: Kill("oracle", 1, 1),
     pools.WritesBf16: Kill("oracle", 1, 1),
     pools.StrideOfTwoBytes: Kill("oracle", 2, 2),
-    pools.SlotInSevenBits: Kill("oracle", 1, 4),
+    pools.SlotInSevenBits: Kill("oracle", 1, 129),  # the case at a limit has no slots but those of requests
     pools.WritesNeighbour: Kill("untouched", 1, 13),
     pools.OneHeadOfOneRequest: Kill("oracle", 16, 3),
     pools.OverEight: Kill("oracle", 1, 9, shown=(0, 35)),

@@ -132,8 +132,17 @@ def test_a_second_derivative_with_a_part_left_out_is_found_and_an_error_is_right
         assert "dv differentiated again" in {finding.output for finding in outcome.findings}
 
 
+class NeedsAllGradients(wrong_recompute.ConvOneFunction):
+    """The convolution, whose backward fails unless every input needs a gradient."""
+
+    def needed(self, gradients: list[Tensor | None], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        if not all(needs):
+            raise RuntimeError("every input must require a gradient")
+        return gradients
+
+
 def test_a_crash_in_a_way_of_calling_is_a_finding_about_the_call() -> None:
-    outcome = outcome_of("frozen", "zoo/ConvAllGradients", CONV)
+    outcome = outcome_of("frozen", f"{HERE}:NeedsAllGradients", CONV)
     assert [(finding.output, finding.kind) for finding in outcome.findings] == [("call", FailureKind.RAISED)]
 
 
@@ -167,6 +176,11 @@ class WrongTangents(Chunkwise):
 def test_a_wrong_tangent_is_found() -> None:
     outcome = outcome_of("transforms", f"{HERE}:WrongTangents", RULE)
     assert {finding.output for finding in outcome.findings} == {"o along a direction", "final_state along a direction"}
+
+
+def test_states_that_a_packed_call_does_not_return_have_no_derivative() -> None:
+    words = "lengths=5+3 packed=yes key_dim=4 value_dim=4 gate=64 state=random initial_states=first final_states=last"
+    assert outcome_of("transforms", "tests/right_conventions.py:OneState", words).verdict is Verdict.HOLDS
 
 
 def test_cases_without_a_backward_or_far_from_one_are_refused() -> None:

@@ -142,7 +142,8 @@ def _padded(domain: LayerDomain) -> st.SearchStrategy[Example]:
 
 def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
     """Return short cases whose derivatives are well above rounding."""
-    return layer_cases(domain, longest=12, total=16, sequences=(1, 2), values="ordinary", gate="long")
+    words: dict[str, Any] = {"values": "ordinary", "gate": "long", "state": "random", "conv_bias": True}
+    return layer_cases(domain, longest=12, total=16, sequences=(1, 2), **words)
 
 
 def _calm_lacks(case: LayerCase, _: str | None) -> str | None:

@@ -29,13 +29,14 @@ from properties.words.domain import (
 from properties.words.lengths import lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MOST_TOKENS, at_limits, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
+ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -179,6 +180,34 @@ class ModuleDomain(AnyDomain):
             "lower_bound": self.lower_bounds,
             "parameter_dtype": self.parameter_dtypes,
         }
+
+
+def limits(domain: ModuleDomain) -> list[ModuleCase]:
+    """Return a case with over 65,535 tokens, which are as many rows of a norm, cheap because it is narrow.
+
+    There is none if the check draws no long cases, if kernels are compiled or interpreted, and if sequences must be short.
+    """
+    if not (at_limits(domain) and domain.drawing.quick and domain.longest >= LONG):
+        return []
+    longest, every = min(domain.longest, ROWS), words_of(domain.operation)
+    lengths = (longest,) * -(-ROWS // longest)
+    narrow = min(_widths(domain, ROWS))
+    words: dict[str, Any] = {name: values[0] for name, values in domain.rare_words.items()}
+    words |= {
+        "packed": not domain.batched,
+        "width": narrow,
+        "out_width": narrow,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "activation": domain.activations[0],
+        "final_state": domain.final_state,
+        "state_columns": domain.state_columns,
+        "offsets": domain.offsets[0] if not domain.batched else "int64",
+        "eps": domain.eps[0],
+        "beta": domain.beta,
+    }
+    words = {name: value for name, value in words.items() if name in every}
+    case = ModuleCase(lengths, domain.operation, dtype=domain.dtypes[0], backward=domain.backward, **words)
+    return [case] if domain.outside(case) is None else []
 
 
 @st.composite

@@ -16,7 +16,7 @@ from properties.laws.law import Bench, Law, Pair, either, examples_of
 from properties.laws.recompute import recompute_law
 from properties.modules import checks as module_checks
 from properties.modules.case import MODULES, ModuleCase, words_of
-from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, module_cases
+from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, limits, module_cases
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 
@@ -215,8 +215,14 @@ def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
 
 
 def _calm(domain: ModuleDomain) -> st.SearchStrategy[ModuleCase]:
-    """Return short cases whose derivatives are well above rounding."""
-    return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary")
+    """Return short cases whose derivatives are well above rounding, with all that may carry a gradient."""
+    given: dict[str, Any] = {
+        "bias": domain.bias,
+        "weight": True,
+        "dt_bias": True,
+        "state": "random" if domain.initial_state else "none",
+    }
+    return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", **given)
 
 
 def _calm_lacks(case: ModuleCase, _: str | None) -> str | None:
@@ -232,6 +238,7 @@ MODULE_LAWS: dict[str, Law] = {
             "every output and every gradient, those of parameters included, equals the float64 definition",
             lambda domain: examples_of(module_cases(domain, longest=260, total=280, oldest=(False, True))),
             common_laws.oracle,
+            always=lambda domain: [Example(case) for case in limits(domain)],
         ),
         _law(
             "recurrent",

@@ -12,11 +12,12 @@ from properties.laws.promises import PROMISES
 from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
-from properties.rules.drawing import HEADS, ONE_SIGNED, decay_of, gates_of, keys_of, values_of
+from properties.rules.drawing import HEADS, MANY_SEQUENCES, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
 from properties.words.domain import OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
+from properties.words.sizes import at_limits
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
@@ -45,6 +46,7 @@ class PoolDomain(AnyDomain):
     """
 
     CASE = PoolCase
+    has_limits = True
 
     operation: str = "decode"
     rule: Domain = EVERY_RULE
@@ -178,6 +180,31 @@ def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[
 def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths with the zeros last, and otherwise in their order."""
     return tuple(sorted(lengths, key=lambda length: length == 0))
+
+
+def limits(domain: PoolDomain) -> list[PoolCase]:
+    """Return a case of over 1,024 requests of one token, cheap because it is narrow.
+
+    There is none if the check draws no large cases, and on a GPU.
+    """
+    rule = domain.rule
+    if not at_limits(domain):
+        return []
+    fixed = conventions(rule)
+    names = {*PoolCase.WORDS} & fixed.keys() - {"operation"}
+    key_dim, value_dim = min(keys_of(rule, 16)), min(values_of(rule, 16))
+    widths = {"key_dim": key_dim, "value_dim": key_dim if rule.equal_widths else value_dim}
+    words = {name: fixed[name] for name in names} | {"state_dtype": domain.states_of(rule.dtypes[0])[0]} | widths
+    case = PoolCase(
+        (1,) * MANY_SEQUENCES,
+        packed=not rule.batched,
+        state="random",
+        rule=rule.operation,
+        padding_slot=(domain.padding_slots or ("-1",))[0],
+        indices=domain.indices[0],
+        **words,
+    )
+    return [case] if domain.outside(case) is None else []
 
 
 @st.composite

@@ -15,7 +15,7 @@ from properties.laws.common import bytes_of, view
 from properties.laws.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
 from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pools.case import PoolCase
-from properties.pools.domain import POOL_VIEWS, PoolDomain, pool_cases
+from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
 from properties.pools.histories import earlier_call, histories, history
 from properties.pools.rows import (
     begins_of,
@@ -387,6 +387,7 @@ POOL_LAWS: dict[str, Law] = {
             "every output and the state in every slot of a request equal the float64 definition",
             lambda domain: examples_of(pool_cases(domain)),
             _oracle,
+            always=lambda domain: [Example(case) for case in limits(domain)],
         ),
         Law(
             "untouched",

@@ -19,7 +19,19 @@ from properties.rules.domain import Domain
 from properties.words.lengths import lengths, narrow, widths
 from properties.words.line import MAX_WIDTH
 from properties.words.options import draw_options
-from properties.words.sizes import CROWD, FEW_HEADS, KINDS, LENGTHS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
+from properties.words.sizes import (
+    CROWD,
+    FEW_HEADS,
+    KINDS,
+    LENGTHS,
+    MANY_HEADS,
+    MANY_TOKENS,
+    MOST_TOKENS,
+    NARROW,
+    kind_of,
+    kinds_of,
+    large_lengths,
+)
 
 WIDER = 512  # a width of values only, for cases with few tokens
 UNEVEN = (129, 200, 193)  # in place of a drawn width of over 128 in one case of three: blocks of 64 channels that are not full
@@ -42,15 +54,35 @@ def crowd(domain: Domain) -> Case | None:
 def limits(domain: Domain) -> list[Case]:
     """Return a case just over each usual limit that the domain allows, cheap because it is narrow.
 
-    These are a batch with over 65,535 sequences and heads, over 1,024 packed sequences, which are over 1,024 chunks too, and over
-    256 heads, with and without gates in the kernel. There are none if the check draws no long cases, and if kernels are compiled (a
-    `reach` above 1), because they compile for few widths.
+    These are over 1,024 packed sequences, which are over 1,024 chunks too, and over 256 heads, with and without gates in the
+    kernel. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads, and in plain torch a sequence of
+    over 4,095 tokens. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because
+    they compile for few widths.
     """
     many = _narrow_case(domain, lengths=(1,) * MANY_SEQUENCES, packed=True)  # outside a domain of longer steps
     words: dict[str, Any] = {"lengths": (3 * domain.length_step,), "packed": not domain.batched, "heads": MANY, "value_heads": MANY}
     heads = _narrow_case(domain, **words)
     computed = _narrow_case(domain, inside="both", **words) if "both" in domain.in_kernel[1:] else None
-    return [case for case in (crowd(domain), many, heads, computed) if case is not None]
+    step = domain.length_step
+    tokens = _narrow_case(domain, lengths=(-(-MANY_TOKENS // step) * step,), packed=not domain.batched)
+    first, last = (None, tokens) if domain.drawing.quick else (crowd(domain), None)
+    return [case for case in (first, many, heads, computed, last) if case is not None]
+
+
+def exact_limits(domain: Domain) -> list[Case]:
+    """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
+
+    These are the crowd of `crowd` and a sequence of over 65,535 tokens. Plain torch has no grid that is too large, but it may have
+    indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many tokens
+    take as long, so that the sequence is for implementations in chunks.
+    """
+    step = domain.length_step
+    words: dict[str, Any] = {"lengths": (-(-MOST_TOKENS // step) * step,), "packed": not domain.batched}
+    found = [crowd(domain) if domain.drawing.quick else None, _narrow_case(domain, **words) if domain.drawing.chunked else None]
+    scale = max(domain.drawn_scales, key=("default", "half", "one").index)
+    exact: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
+    cases = [dataclasses.replace(case, **exact) for case in found if case is not None and case.in_kernel == "none"]
+    return [case for case in cases if domain.outside(case) is None]
 
 
 def _narrow_case(domain: Domain, inside: str = "none", **words: Any) -> Case | None:

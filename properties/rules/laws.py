@@ -41,7 +41,7 @@ from properties.laws.recompute import recompute_law
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import REMEMBERING, cases, keys_of, limits, values_of
+from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, limits, values_of
 from properties.words.domain import VIEWS, takes_view
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
@@ -203,8 +203,9 @@ def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
 
 
 def _calm(domain: Domain) -> st.SearchStrategy[Case]:
-    """Return short and narrow cases whose derivatives are well above rounding."""
-    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary")
+    """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
+    state = "random" if domain.initial_state else "none"
+    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary", state=state)
 
 
 def _calm_lacks(case: Case, _: str | None) -> str | None:
@@ -350,6 +351,7 @@ LAWS: dict[str, Law] = {
                 else "scale is not supported"
             ),
             lacks=_recall_lacks,
+            always=lambda domain: [Example(case) for case in exact_limits(domain) if _recall_lacks(case, None) is None],
         ),
         Law(
             "future",

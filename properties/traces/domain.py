@@ -25,6 +25,7 @@ class TraceDomain(AnyDomain):
     """
 
     CASE = TraceCase
+    has_limits = True
 
     operation: str = "serving"
     events: tuple[str, ...] = EVENTS

@@ -2,18 +2,20 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.traces.case import FREE, GATES, VALUES, TraceCase
+from properties.traces.case import FREE, GATES, MOST_WIDTH, VALUES, TraceCase
 from properties.traces.domain import Decoded, TraceDomain
 from properties.traces.events import PADDING, Roll
 from properties.words.domain import inside
 from properties.words.lengths import widths
+from properties.words.sizes import at_limits
 
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
+CROWDED_ROWS = 68  # rows of the steps of `crowds`: over 64, a usual size of a table of rows
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
@@ -277,6 +279,53 @@ class _Author:
     def padding_tokens(self) -> str:
         """Return the number of tokens of a padding row of a prefill."""
         return str(min(self.chance.choice((1, 2, 3)), self.domain.most_tokens))
+
+
+def fixed_cases(domain: TraceDomain, traces: Sequence[str], **words: Any) -> list[TraceCase]:
+    """Return the case of the first of some traces that is inside the domain, with its simplest widths and dtypes; [] if none is.
+
+    There is none if the check draws no large cases, and on a GPU.
+    """
+    keys, values = ([width for width in range(4, MOST_WIDTH + 1) if has(width)] for has in (domain.has_key, domain.has_value))
+    if not (keys and values and at_limits(domain)):
+        return []
+    fields: dict[str, Any] = {
+        "pad": (domain.padding_slots or ("-1",))[0],
+        "width": min(domain.widths),
+        "dtype": domain.dtypes[0],
+        "state": domain.states[0],
+        "indices": domain.indices[0],
+        "gate": "64",
+        "key_dim": keys[0],
+        "value_dim": values[0],
+        **words,
+    }
+    cases = (TraceCase(trace, **fields) for trace in traces)
+    return [case for case in cases if domain.outside(case) is None][:1]
+
+
+def crowds(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case whose steps have 26 requests, as many as there are names, and over 64 rows if the domain has padding rows."""
+    names = [*_NAMES]
+    prompts = "p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names))
+    kinds = [kind for kind, event in (("d", "decode"), ("v", "verify")) if event in domain.events]
+    traces = []
+    for padding in (CROWDED_ROWS - len(names), 0):  # requests stand behind the padding, in places over 64
+        rows = {"d": [PADDING] * padding + names[::-1], "v": [PADDING] * padding + [f"{name}1" for name in names]}
+        steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(rows[kind])}" for kind in kinds]
+        traces.append("/".join([prompts, *steps, *steps[:1]]))
+    return fixed_cases(domain, traces, slots=len(names))
+
+
+def repeats(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows."""
+    token = "d:a,b" if "decode" in domain.events else "p:a1,b1"
+    ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
+    ways += ["s:a"] if "save" in domain.events else []
+    forks = ["k:c<a@"] if {"save", "fork"} <= {*domain.events} else []
+    moves = [step for way in ways for step in (way, token, way, token)]
+    traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *forks], moves) if some]
+    return fixed_cases(domain, traces, slots=4, free="nan")
 
 
 def _groups(domain: TraceDomain) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import VALUE_WIDTHS, trace_cases
+from properties.traces.drawing import VALUE_WIDTHS, crowds, repeats, trace_cases
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
@@ -278,6 +278,7 @@ TRACE_LAWS: dict[str, Law] = {
             "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
+            always=lambda domain: [Example(case) for case in crowds(domain)],
         ),
         Law(
             "tags",
@@ -294,6 +295,7 @@ TRACE_LAWS: dict[str, Law] = {
             "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
+            always=lambda domain: [Example(case) for case in repeats(domain)],
         ),
         Law(
             "dropped",

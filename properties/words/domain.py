@@ -27,6 +27,10 @@ class Drawing:
     """How many times more tokens are drawn than where kernels are interpreted, with wider heads too."""
     long: int = 0
     """The most tokens of long cases; 0 for none."""
+    quick: bool = False
+    """Whether a token costs little, as in plain torch on a CPU."""
+    chunked: bool = False
+    """Whether the implementation takes 64 tokens or more in a step, so that 65,536 tokens are few steps."""
     large: str = ""
     """What is large in a case, "" for nothing (properties/words/sizes.py)."""
     chunk: int = 64
@@ -61,11 +65,15 @@ class _Usual:
 
 @dataclasses.dataclass(frozen=True)
 class AnyDomain(_Usual):
-    """A domain of any book. CASE is the class of its cases. `draws_large` says whether some cases are large."""
+    """A domain of any book. CASE is the class of its cases.
+
+    `draws_large` says whether some cases that are drawn are large, and `has_limits` whether some are just over usual limits.
+    """
 
     CASE: ClassVar[type[Line]]
     PROMISES: ClassVar[dict[str, Promise]] = {}
     draws_large: ClassVar[bool] = False
+    has_limits: ClassVar[bool] = False
 
     drawing: Drawing = dataclasses.field(default=Drawing(), kw_only=True, repr=False)
 

@@ -27,6 +27,8 @@ MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest 
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
+MANY_TOKENS = 4100  # just over 4,095, the last index with 12 bits
+MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 
 
@@ -36,9 +38,15 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
     and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK.
     """
-    if chunk and chunk > USUAL_CHUNK:
-        most = min(most, LARGEST_CHUNK**2 // chunk)
-    return with_drawing(domain, chunk=chunk or 64, long=most if domain.draws_large else 0, large="")
+    long = min(most, LARGEST_CHUNK**2 // chunk) if chunk and chunk > USUAL_CHUNK else most
+    long = long if domain.draws_large or domain.has_limits else 0
+    quick = long > 0 and most == MOST["quick"]
+    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, chunked=quick and (chunk or 0) >= 64, large="")
+
+
+def at_limits(domain: Any) -> bool:
+    """Whether cases at limits are drawn: if long ones are, and not on a GPU, where kernels would be compiled for their widths."""
+    return bool(0 < domain.drawing.long <= MOST["quick"] and domain.drawing.reach == 1)
 
 
 def with_drawing(domain: T, **fields: Any) -> T:
@@ -47,13 +55,18 @@ def with_drawing(domain: T, **fields: Any) -> T:
     return replaced
 
 
+def first_place(examples: int, most: int) -> int:
+    """Return the place of the first large case among the examples of a law. `most` is the domain's `long`."""
+    return min(examples, (EVERY if most >= MOST["quick"] else EVERY_DEAR) // 2)
+
+
 def places(examples: int, most: int, first: int = 0) -> dict[int, str]:
     """Return the places of large cases among the examples of a law, from 0, each with the kind of its case.
 
     The kinds are those of TURNS, from `first` on. `most` is the domain's `long`: 0 if nothing is large.
     """
     every = EVERY if most >= MOST["quick"] else EVERY_DEAR
-    large = range(every // 2, examples if most else 0, every)
+    large = range(first_place(examples, most), examples if most else 0, every)
     return {place: TURNS[(first + number) % len(TURNS)] for number, place in enumerate(large)}
 
 

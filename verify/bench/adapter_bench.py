@@ -71,6 +71,7 @@ class AdapterBench(Watched):
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.ready: Ready | None = None
         self.way = ways.Plain()  # how outputs and gradients are computed
+        self._after_forward: Callable[[], None] | None = None  # called between the forward and the backward of a run
         self.kept: dict[str, bool] = {}  # promises that the domain does not make, and whether they were kept
 
     @property
@@ -190,11 +191,12 @@ class AdapterBench(Watched):
         guards = Guards(tensors_of(inputs, cotangents), around=adapter.guards and not same_objects)
         inputs, cotangents = between(inputs, cotangents, guards)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        copies = Copies(tensors)
+        copies, early = Copies(tensors), set[str]()
         updated = {port.name for port in spec.outputs} & tensors.keys() if self.domain.in_place else set()
         try:
             with self.watched(devices.default("cpu"), poisoned(poison), guards.known()):
                 with races.accepted(if_=shares_a_slot(inputs)):
+                    self._after_forward = functools.partial(self._changed_early, copies, early)
                     results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
                 for name in updated:
                     if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
@@ -202,14 +204,26 @@ class AdapterBench(Watched):
                         raise AdapterFault(name, FailureKind.NOT_IN_PLACE, what)
                     results[name] = results[name].clone()
         finally:
+            self._after_forward = None
             if not self.lost:
                 for name in updated:
                     tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
                 for name in copies.changed():
-                    self.impure.append(changed(f"input {name}", "input"))
+                    if name not in early:
+                        self.impure.append(changed(f"input {name}", "input"))
                 for name in guards.written():
                     self.impure.append(changed(f"memory around {name}", "memory"))
         return results
+
+    def _changed_early(self, copies: Copies[str], early: set[str]) -> None:
+        """Note the inputs that the forward changed, which the backward may change back. `early` gets their names.
+
+        Not on a GPU, where we would wait for the forward, and a backward that does not wait for it would look right.
+        """
+        if self.device == "cpu":
+            names = [name for name in copies.changed() if name not in early]
+            self.impure += [changed(f"input {name}", "input", "was changed by the forward") for name in names]
+            early.update(names)
 
     def timings(self, inputs: Inputs, cotangents: Cotangents, count: int) -> tuple[list[float], int]:
         """Call the adapter on a GPU, after a warm-up, with nothing around the calls.
@@ -448,6 +462,8 @@ class AdapterBench(Watched):
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
             return results
+        if self._after_forward is not None:
+            self._after_forward()
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         tokens = inputs[names[0]].numel() > 0
         depends = not frozen and (tokens or inputs.get("state") is not None)

@@ -148,9 +148,9 @@ class Guards:
         return list(dict.fromkeys(name for copy in copies for name, _ in copy.changed()))
 
 
-def changed(output: str, port: str = "") -> Finding:
+def changed(output: str, port: str = "", what: str = "was changed by the call") -> Finding:
     """The finding that a call changed what it must not change."""
-    return Finding(output, FailureKind.INPUT_CHANGED, "was changed by the call", port=port)
+    return Finding(output, FailureKind.INPUT_CHANGED, what, port=port)
 
 
 def _any_changed(*copies: Copies[Any]) -> bool:

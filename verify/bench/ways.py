@@ -63,16 +63,27 @@ class Reentrant(Checkpoint):
 class Offloaded(Plain):
     """Saved tensors are copied to the CPU, and copied back for the backward."""
 
+    def copied(self, x: Tensor, device: torch.device) -> Tensor:
+        """A copy of a saved tensor on a device."""
+        return _copied(x, device)
+
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         def pack(x: Tensor) -> tuple[torch.device, Tensor]:
-            return x.device, _copied(x, torch.device("cpu"))
+            return x.device, self.copied(x, torch.device("cpu"))
 
         def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
             device, copy = packed
-            return _copied(copy, device)
+            return self.copied(copy, device)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return call(leaves)
+
+
+class Dense(Offloaded):
+    """The copies are contiguous, as those of torch.autograd.graph.save_on_cpu(pin_memory=True) are."""
+
+    def copied(self, x: Tensor, device: torch.device) -> Tensor:
+        return x.detach().clone(memory_format=torch.contiguous_format).to(device)
 
 
 class Twice(Plain):
@@ -137,6 +148,7 @@ WAYS: Mapping[str, type[Plain]] = {
     "checkpoint": Checkpoint,
     "reentrant": Reentrant,
     "offloaded": Offloaded,
+    "dense": Dense,
     "twice": Twice,
     "between": Between,
     "second": Second,

@@ -14,9 +14,8 @@ from properties.laws.law import Law
 from properties.palette import key_of
 from properties.paths.domain import PathDomain
 from properties.paths.laws import PATH_LAWS
-from properties.rules.domain import Domain
 from properties.words.example import Example
-from properties.words.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
+from properties.words.sizes import MOST, MOST_ON_GPU, sized
 from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
 from verify.engine.compile_plan import has_keys
@@ -131,14 +130,10 @@ def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
 def with_sizes(described: Described, device: str, *, large: bool = True) -> Described:
     """The declarations with the sizes of this check's cases, which follow the chunk and, on a CPU, what a token costs.
 
-    If not `large`, no case is large. A crowd is affordable where kernels are interpreted; plain torch has no grid that it could
-    exceed.
+    If not `large`, no case is large.
     """
     most = (MOST_ON_GPU if device != "cpu" else MOST[described.cost]) if large else 0
-    domain = sized(described.domain, described.chunk, most)
-    if isinstance(domain, Domain) and domain.batch_heads is None and device == "cpu" and large and described.cost != "interpreted":
-        domain = dataclasses.replace(domain, batch_heads=MOST_ALONG_Y)
-    return dataclasses.replace(described, domain=domain)
+    return dataclasses.replace(described, domain=sized(described.domain, described.chunk, most))
 
 
 def interpreted(described: Described, device: str, deadline_s: float) -> str:

@@ -14,7 +14,7 @@ from hypothesis.errors import Unsatisfiable
 from oracles.arithmetic.counter import mix_words
 from properties.laws.law import Law
 from properties.seeds import draw as drawn_from
-from properties.words.sizes import is_large, places, with_drawing
+from properties.words.sizes import first_place, is_large, places, with_drawing
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 TRIES = 8  # draws for each large example
@@ -62,7 +62,7 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
 
     - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
     - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
-    - The examples that a law always has (`Law.always`) come after the first large one.
+    - The examples that a law always has (`Law.always`) come after the first large one, or where that would be.
     - The variants of a law with `Law.turns` come in turn.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
@@ -70,13 +70,14 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     seed, special = mix_words(seed, law.name), dict[int, Any]()
     strategy = strategy or (lambda law, domain: law.draw(domain))
     look = _in_turn(law, domain, look) if law.turns(domain) else look
-    kinds = places(examples, domain.drawing.long, seed)
+    long = domain.drawing.long
+    kinds = places(examples, long, seed) if domain.draws_large else {}
     for kind in dict.fromkeys(kinds.values()):
         where = [place for place in kinds if kinds[place] == kind]
         large = _large(strategy(law, with_drawing(domain, large=kind)), mix_words(seed, kind), len(where))
         special |= dict(zip(where, large, strict=False))
-    if kinds:
-        free = (place for place in range(min(kinds) + 1, examples) if place not in kinds)
+    if long:
+        free = (place for place in range(first_place(examples, long) + 1, examples) if place not in kinds)
         special |= dict(zip(free, law.always(domain), strict=False))
     begin, done = list[Any](), 0
 

@@ -1,0 +1,118 @@
+"""What a check has for every seed: ways to call, limits, and moves of a request that come twice."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from properties.books import book_of
+from properties.laws.recompute import separations
+from properties.traces.domain import TraceDomain
+from properties.traces.drawing import CROWDED_ROWS, crowds, repeats
+from properties.words.example import Example
+from properties.words.sizes import MOST, sized
+from tests import wrong_survivors as wrong
+from tests.together import for_each
+from verify.engine.drawing import of_law
+from verify.engine.profiles import PROFILES
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.line import Run
+from verify.process.outcome import FailureKind, Outcome, Verdict
+
+HERE = "tests/wrong_survivors.py"
+OTHERS = 3  # examples of the law that are drawn, with which the implementation holds
+# The law that shows each of them, and the variant or, for an example that a law always has, "".
+SHOWN_BY: dict[type, tuple[str, str]] = {
+    wrong.HeadsOf16Bits: ("recall", ""),
+    wrong.TokensOf12Bits: ("oracle", ""),
+    wrong.TokensOf16Bits: ("recall", ""),
+    wrong.RowsOf16Bits: ("oracle", ""),
+    wrong.TapsOf16Bits: ("oracle", ""),
+    wrong.RequestsUpTo1024: ("oracle", ""),
+    wrong.RowsUpTo16: ("session", ""),
+    wrong.RowsUpTo64: ("session", ""),
+    wrong.HostCopyOfTheFirstSwap: ("ledger", ""),
+    wrong.SavedStrides: ("recompute", "offloaded"),
+    wrong.BiasWithTheWeight: ("recompute", "frozen"),
+    wrong.ForgetsInitialStates: ("recompute", "twice"),
+}
+
+
+@functools.cache
+def drawn(law: str, domain: Any, seed: int) -> list[Example]:
+    """The examples of a law in a check with the default profile."""
+    found: list[Example] = []
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    return found
+
+
+def domain_of(kind: type) -> Any:
+    adapter = adapter_of(f"{HERE}:{kind.__name__}")
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"])
+
+
+def outcome_of(kind: type, law: str, example: Example) -> Outcome:
+    return execute(Run(law, f"{HERE}:{kind.__name__}", example))
+
+
+def fixed(kind: type, law: str, variant: str, seed: int) -> list[Example]:
+    """The examples of a check that are to show an implementation."""
+    domain = domain_of(kind)
+    always = [] if variant else list(book_of(domain).laws[law].always(domain))
+    return [example for example in drawn(law, domain, seed) if example in always or (variant and example.variant == variant)]
+
+
+@pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: type) -> None:
+    law, variant = SHOWN_BY[kind]
+    examples = fixed(kind, law, variant, 0)
+    for seed in range(3):
+        others = fixed(kind, law, variant, seed)
+        if seed == 0 or others != examples:
+            assert any(outcome_of(kind, law, example).verdict is Verdict.BROKEN for example in others), (seed, others)
+    right = next(base for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    for example in examples:
+        assert execute(Run(law, f"zoo/{right.__name__}", example)).verdict is Verdict.HOLDS, example
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, variant) in SHOWN_BY.items() if not variant])
+@pytest.mark.slow
+def test_examples_that_are_drawn_do_not_show_it(kind: type) -> None:
+    law, variant = SHOWN_BY[kind]
+    shown = fixed(kind, law, variant, 0)
+    others = [example for example in drawn(law, domain_of(kind), 0) if example not in shown]
+    verdicts = [outcome_of(kind, law, example).verdict for example in others[:OTHERS]]
+    assert Verdict.BROKEN not in verdicts
+
+
+def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
+    line = "lengths=2 key_dim=2 value_dim=2 gate=10"
+    outcome = execute(Run.parse(f"law=oracle adapter={HERE}:ScratchInValues {line}"))
+    assert [(f.output, f.kind, f.what) for f in outcome.findings] == [
+        ("input v", FailureKind.INPUT_CHANGED, "was changed by the forward")
+    ]
+    assert execute(Run.parse(f"law=oracle adapter={HERE}:ScratchInValues {line} backward=no")).verdict is Verdict.HOLDS
+    assert execute(Run.parse(f"law=oracle adapter=zoo/Recomputes {line}")).verdict is Verdict.HOLDS
+
+
+@for_each("count", [1, 2, 3, 4, 5, 8, 11])
+def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None:
+    names = [chr(ord("a") + number) for number in range(count)]
+    groups = list(separations(names))
+    for one in names:
+        for two in names:
+            assert one == two or any(one in group and two not in group for group in groups), (one, two)
+
+
+def test_traces_at_limits_follow_the_domain() -> None:
+    domain = sized(TraceDomain(), None, MOST["quick"])
+    (crowd,), (repeat,) = crowds(domain), repeats(domain)
+    assert max(len(step.rows) for step in crowd.plan) == CROWDED_ROWS
+    assert max(sum(row.real for row in step.rows) for step in crowd.plan) == 26
+    assert [step.kind for step in repeat.plan if step.request == "a"] == ["w", "w", "t", "t"]
+    without = sized(TraceDomain(padding_slots=(), events=("prefill", "decode")), None, MOST["quick"])
+    assert max(len(step.rows) for step in crowds(without)[0].plan) == 26
+    assert repeats(without) == []
+    assert crowds(TraceDomain()) == repeats(TraceDomain()) == [], "a check without large cases"

@@ -1,0 +1,169 @@
+"""Implementations that are wrong only in what a check has at a fixed place: tests/test_fixed_places.py says where."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.traces.case import Sizes
+from verify.adapters.gdn.pool import Progress
+from verify.zoo.base import Chunkwise, Serving
+from verify.zoo.modules import Conv, GatedNorm
+from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
+from verify.zoo.wrong_traces import Serves
+
+# Memory
+
+
+class ScratchInValues(Recomputes):
+    """The forward of a call with gradients uses v as scratch memory, and the backward puts the numbers of v back."""
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        ctx.originals, ctx.clean = tensors, [t.detach().clone() for t in tensors]
+        place = ctx.names.index("v")
+        ctx.scratch = tensors[place].detach() if any(ctx.needs_input_grad) else torch.zeros(0)
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().rule(x)
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        ctx.scratch.data.copy_(ctx.clean[ctx.names.index("v")]) if ctx.scratch.numel() else None
+        return [t.clone() for t in ctx.clean]
+
+    def function(self) -> type[torch.autograd.Function]:
+        return _Scribbles
+
+
+class _Scribbles(Recomputes().function()):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rule: Recomputes, x: Inputs, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        answer = Recomputes().function().forward(ctx, rule, x, names, *tensors)  # type: ignore[attr-defined]
+        ctx.scratch.data.neg_()
+        return answer
+
+
+# Ways to call
+
+
+class SavedStrides(Recomputes):
+    """The backward reads saved tensors with the strides that they had in the forward."""
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        ctx.strides = [t.stride() for t in tensors]
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        return [t.as_strided(t.shape, stride) for t, stride in zip(super().kept(ctx), ctx.strides, strict=True)]
+
+
+class BiasWithTheWeight(ConvOneFunction):
+    """The gradient of the bias is computed beside that of the weight: zeros where the weight needs none."""
+
+    def needed(self, gradients: Gradients, needs: tuple[bool, ...]) -> Gradients:
+        if len(needs) > 2 and needs[2] and not needs[1] and gradients[2] is not None:
+            gradients[2] = torch.zeros_like(gradients[2])
+        return super().needed(gradients, needs)
+
+
+class ForgetsInitialStates(Recomputes):
+    """The first backward frees its copy of the initial states, and a second backward takes zeros."""
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        ctx.freed = False
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        tensors = super().kept(ctx)
+        if ctx.freed and "state" in ctx.names:
+            tensors[ctx.names.index("state")] = torch.zeros_like(tensors[ctx.names.index("state")])
+        ctx.freed = True
+        return tensors
+
+
+# Sizes
+
+
+class HeadsOf16Bits(Chunkwise):
+    """The sequence and head number 65,536 and those after it get the outputs of the first ones."""
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Any:
+        if x.cu_seqlens is None and o.shape[0] * o.shape[2] > 2**16:
+            rows = o.transpose(1, 2).flatten(0, 1)
+            o = rows[torch.arange(len(rows)) % 2**16].unflatten(0, (o.shape[0], -1)).transpose(1, 2)
+        return o, state
+
+
+class TokensOf12Bits(Chunkwise):
+    """Tokens from 4,096 on get the outputs of the first ones."""
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Any:
+        return o[:, torch.arange(o.shape[1]) % 2**12] if x.cu_seqlens is None else o, state
+
+
+class TokensOf16Bits(Chunkwise):
+    """Tokens from 65,536 on get the outputs of the first ones."""
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Any:
+        return o[:, torch.arange(o.shape[1]) % 2**16] if x.cu_seqlens is None else o, state
+
+
+class RowsOf16Bits(GatedNorm):
+    """Rows of the norm from 65,535 on, tokens times heads, stay zeros."""
+
+    def run(self, x: Inputs) -> Tensor:
+        y = super().run(x)
+        return y * (torch.arange(y.shape[:-1].numel()) < 2**16 - 1).reshape(*y.shape[:-1], 1)
+
+
+class TapsOf16Bits(Conv):
+    """Tokens of a convolution from 65,536 on get the outputs of the first ones."""
+
+    def answer(self, x: Inputs, y: Tensor, state: Tensor) -> Any:
+        return super().answer(x, y.flatten(0, 1)[torch.arange(y.shape[:2].numel()) % 2**16].reshape(y.shape), state)
+
+
+class RequestsUpTo1024(Serving):
+    """Requests from the 1,025th on are taken for padding."""
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        return super().slot(x, request) if request < 1024 else None
+
+
+class RowsUpTo16(Serves):
+    """Rows from the 17th on that have requests are computed, and not written."""
+
+    most: ClassVar[int] = 16
+
+    def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
+        super().write(rows[: self.most], counts[: self.most])
+
+
+class RowsUpTo64(RowsUpTo16):
+    """Rows from the 65th on are not written."""
+
+    most = 64
+
+
+# Moves of requests
+
+
+class HostCopyOfTheFirstSwap(Serves):
+    """A swap takes a request's copy on the host, if there is one from an earlier swap."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.host: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def admit(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            self.host.pop(request, None)
+        super().admit(requests)
+
+    def swap(self, request: str) -> None:
+        slot = self.owned.pop(request)
+        state, window = self.host.setdefault(request, (self.states[slot].clone(), self.windows[slot].clone()))
+        self.give(slot)
+        slot = self.owned[request] = self.take()
+        self.states[slot], self.windows[slot] = state, window
