@@ -6,6 +6,7 @@
 Put your kernel in place of `rule`. In another language, this file is the pattern: one question is one file.
 """
 
+import itertools
 import json
 import pathlib
 import sys
@@ -28,7 +29,7 @@ def rule(x: dict[str, Tensor], options: dict[str, str]) -> dict[str, Tensor]:
     spans = [(0, v.shape[1])]
     if "cu_seqlens" in x:
         ends = x["cu_seqlens"].tolist()
-        spans, rows = [*zip(ends, ends[1:], strict=False)], [[place] for place in range(len(ends) - 1)]
+        spans, rows = [*itertools.pairwise(ends)], [[place] for place in range(len(ends) - 1)]
     outputs, states = [], []
     for (begin, end), numbers in zip(spans, rows, strict=True):
         state = x["state"][numbers].float() if "state" in x else v.new_zeros(len(v), v.shape[2], width, v.shape[3])

@@ -56,7 +56,7 @@ class FilesAdapter(FileAdapter):
     def _answered(self, name: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Sequence[Place]) -> list[Tensor]:  # noqa: ARG002
         """The answer to a question. Unavailable if there is none, WrongAnswer if its file is wrong."""
         if not self._answers:
-            raise Unavailable("its answers are files: gdn-verify export writes the questions, and gdn-verify judge reads the answers")
+            raise Unavailable("its answers are files: gdn-verify export writes the questions, gdn-verify judge reads the answers")
         if name not in self._questions:
             raise Unavailable(f"was not exported: {name}")
         try:
@@ -125,9 +125,11 @@ def judged_by(spec: str) -> type[FilesAdapter]:
     folder, _, answers = spec.removeprefix(ANSWERS).partition(":")
     try:
         return kind_of(manifest_of(folder), FilesAdapter, answers)
+    except AdapterError:
+        raise
     except Exception as error:  # whatever stands in the file
-        line = " ".join(str(error).split())[:200]
-        raise AdapterError(f"{os.path.join(folder, MANIFEST)}: {line if isinstance(error, AdapterError) else repr(line)}") from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise AdapterError(f"{os.path.join(folder, MANIFEST)} declares what no adapter can: {what}") from error
 
 
 def manifest_of(folder: str) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def manifest_of(folder: str) -> dict[str, Any]:
         raise AdapterError(f"{folder} has no {MANIFEST}: gdn-verify export writes it") from None
     except WrongFile as error:
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} {error}") from None
-    kinds = {"book": str, "domain": dict, "declares": dict, "profile": str, "seed": int, "laws": list, "cases": list, "questions": dict}
+    kinds = {"book": str, "domain": dict, "declares": dict, "profile": str, "seed": int, "cases": list, "questions": dict}
     if not (
         isinstance(manifest, dict)
         and manifest.get("format") == FORMAT

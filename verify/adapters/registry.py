@@ -126,7 +126,7 @@ TRACES = {
 # The adapters by the name of their book (properties/books.py).
 BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS, "traces": TRACES}
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
-ANSWERS = "answers:"  # answers:DIR:ANSWERS has the answers in one folder to the questions in another (verify/adapters/files_adapter.py)
+ANSWERS = "answers:"  # answers:DIR:ANSWERS answers the questions in one folder with the files in another
 ZOO = "zoo/"  # the prefix of the names of wrong implementations in verify/zoo
 ZOO_PLACE = "verify.zoo.animals:by_spec"  # a function that returns the zoo's adapters by name
 OWN = "your own as my_kernel.py:MyKernel"

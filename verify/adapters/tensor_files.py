@@ -11,7 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class WrongFile(Exception):
 def memory_of(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
     if not x.numel():
-        return memoryview(b"")
+        return memoryview(bytearray())
     return memoryview((ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
 
 
@@ -149,5 +149,5 @@ def _spans(header: Any, must: Must) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int for number in value)

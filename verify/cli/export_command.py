@@ -147,10 +147,11 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
         for case in manifest["cases"]:
             run = dataclasses.replace(Run.parse(case["line"], here=False), adapter="-")
             if run.law not in EXPORTED or run.example.case.bytes > MOST_BYTES:
-                raise ValueError(f"a case of law {run.law} cannot be judged")
+                raise ValueError(f"{run.law} is not exported, or the case is too large: {case['line'][:100]}")
             given.setdefault(run.law, []).append(run.example)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise AdapterError(f"{os.path.join(folder, MANIFEST)}: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # whatever stands in the file
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise AdapterError(f"{os.path.join(folder, MANIFEST)} has a case that cannot be judged: {what}") from None
     if not given:
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} has no cases: run gdn-verify export again, which goes on")
     return given

@@ -289,9 +289,11 @@ def _judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("answers", metavar="ANSWERS", help="a folder of answers: for each file of DIR, one of the same name")
     parser.add_argument("--law", type=law_word, action="append", metavar="LAW", help="judge only this law (may be repeated)")
     parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
-    parser.add_argument("--workers", type=positive_word, help="number of processes that judge (default: one for each core, at most 4)")
+    parser.add_argument("--workers", type=positive_word, help="processes that judge (default: one for each core, at most 4)")
     parser.add_argument("--json", metavar="FILE", help="also write JSON lines to FILE, as for check (-: to stdout)")
-    parser.add_argument("--deadline", type=seconds_word, metavar="S", help="seconds after which a case counts as a hang (default 120)")
+    parser.add_argument(
+        "--deadline", type=seconds_word, metavar="S", help="after how many seconds a case counts as a hang (default 120)"
+    )
     parser.add_argument("--findings", default=FINDINGS, metavar="FOLDER", help=f"folder for findings (default {FINDINGS})")
     add_outputs(parser)
 

@@ -17,7 +17,7 @@ EXPORTED = (
 
 
 def questions_of(run: Run, writer: Writer) -> list[str]:
-    """The names of the questions of a run, in their order. The writer has written them. None if the domain does not have the case."""
+    """The names of the questions of a run, in their order, which are written. None if the domain does not have the case."""
     writer.asked.clear()
     law, example = run.the_law, run.example
     if law.needs(writer.domain) or writer.domain.outside(example.case) or law.outside(writer.domain, example):

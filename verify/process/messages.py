@@ -307,8 +307,8 @@ class Description(Answer):
     """What an adapter declares, as a worker sees it.
 
     `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
-    says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one. `declares` has what
-    an export needs (verify/adapters/files_adapter.py).
+    says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one. `declares` has
+    what an export needs (verify/adapters/files_adapter.py).
     """
 
     book: str
