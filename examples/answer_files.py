@@ -94,8 +94,12 @@ def write(path: pathlib.Path, tensors: dict[str, Tensor]) -> None:
     path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
 
 
-if __name__ == "__main__":
-    questions, answers = map(pathlib.Path, sys.argv[1:])
+def main(questions: pathlib.Path, answers: pathlib.Path) -> None:
+    """Answer every file of a folder with one in another folder."""
     answers.mkdir(exist_ok=True)
     for path in sorted(questions.glob("*.safetensors")):
         write(answers / path.name, answer(*read(path)))
+
+
+if __name__ == "__main__":
+    main(*map(pathlib.Path, sys.argv[1:]))

@@ -33,13 +33,6 @@ LAWS = ("--law", "oracle", "--law", "future")
 KEPT = ("--law", "oracle", "--law", "permuted", "--law", "heads")
 
 
-def answer(questions: pathlib.Path, answers: pathlib.Path, module: Any) -> None:
-    """Answer a folder with the example, or with another module that is like it."""
-    answers.mkdir()
-    for path in questions.glob("*.safetensors"):
-        module.write(answers / path.name, module.answer(*module.read(path)))
-
-
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("files") / "questions"
@@ -50,7 +43,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def answers(questions: pathlib.Path) -> pathlib.Path:
     folder = questions.parent / "answers"
-    answer(questions, folder, example())
+    example().main(questions, folder)
     return folder
 
 
@@ -142,7 +135,7 @@ def test_right_answers_hold(
     questions: pathlib.Path, answers: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, lines, err = judged(capsys, "judge", questions, answers, "--findings", tmp_path, "--workers", "1")
-    laws = {line["law"]: line for line in lines if line["event"] == "law"}
+    laws = {line["law"]: line for line in lines if line["record"] == "law"}
     assert (code, {law["verdict"] for law in laws.values()}) == (HOLDS, {"holds"}), lines
     assert "0 missing" in err
     total = sum(sum(law["counts"].values()) for law in laws.values())
@@ -152,7 +145,7 @@ def test_right_answers_hold(
 def test_wrong_answers_are_broken_with_the_lines_of_a_check(
     questions: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(questions, tmp_path / "wrong", wrong(example()))
+    wrong(example()).main(questions, tmp_path / "wrong")
     own = ("--findings", tmp_path / "found", "--workers", "1")
     code, lines, _ = judged(capsys, "judge", questions, tmp_path / "wrong", *own)
     check = judged(capsys, "check", f"{KERNELS}Wrong", *LEAST, *KEPT, "--device", "cpu", "--no-examples", *own)
@@ -161,13 +154,13 @@ def test_wrong_answers_are_broken_with_the_lines_of_a_check(
         {
             line["law"]: (line["verdict"], line["first_run"] and Run.parse(line["first_run"]).everywhere, line["first_findings"])
             for line in record
-            if line["event"] == "law"
+            if line["record"] == "law"
         }
         for record in (lines, check[1])
     )
     assert found == expected
     assert found["oracle"][0] == "broken"
-    broken = next(line for line in lines if line["event"] == "law" and line["verdict"] == "broken")
+    broken = next(line for line in lines if line["record"] == "law" and line["verdict"] == "broken")
     assert main(["repeat", broken["run"], "--findings", str(tmp_path / "found")]) == BROKEN, "the line repeats it"
 
 
@@ -180,7 +173,7 @@ def test_what_is_missing_is_undecided(
     code, lines, err = judged(capsys, "judge", questions, tmp_path, "--findings", tmp_path.parent / "found", "--workers", "1")
     assert code == UNDECIDED
     assert f"answers      {len(names) - 1} of {len(names)}, 1 missing: {names[0]}" in err
-    reasons = [line["reason"] for line in lines if line["event"] == "law" and line["verdict"] == "unknown"]
+    reasons = [line["reason"] for line in lines if line["record"] == "law" and line["verdict"] == "unknown"]
     assert reasons and all(f"no answer: {names[0]}" in reason for reason in reasons)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from properties.books import book_named
-from verify.adapters.foreign import Call, FileAdapter, Place
+from verify.adapters.foreign import AskedAdapter, Call, Place
 from verify.adapters.interface import Unavailable
 from verify.adapters.process_adapter import options_of, words_of
 from verify.adapters.registry import ANSWERS, AdapterError
@@ -32,14 +32,12 @@ class WrongAnswer(Exception):
     """The file of an answer is not what was asked for."""
 
 
-class FilesAdapter(FileAdapter):
+class FilesAdapter(AskedAdapter):
     """An implementation that runs where gdn-verify does not, such as in a browser. It declares what `gdn-verify export` writes.
 
     - `layout` and `absent` as for a ForeignAdapter.
     """
 
-    folder = ""
-    _named_by = "_answers"
     _answers: ClassVar[str] = ""  # the folder of the answers
     _questions: ClassVar[Mapping[str, Any]] = {}  # those that were exported
 
@@ -116,7 +114,7 @@ def kind_of(manifest: Mapping[str, Any], base: type[FilesAdapter], answers: str)
     declared = {name: manifest["declares"][name] for name in DECLARED if name in manifest["declares"]}
     domain = book_named(manifest["book"]).domain.from_json(manifest["domain"])
     questions = manifest.get("questions", {})
-    words = {"domain": domain, "folder": answers, "cost": "quick", "_answers": answers, "_questions": questions}
+    words = {"domain": domain, "cost": "quick", "_answers": answers, "_questions": questions}
     return type("Exported", (base,), {**declared, **words})
 
 

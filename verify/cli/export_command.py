@@ -108,7 +108,7 @@ def _begin(folder: str, head: Mapping[str, Any]) -> None:
         found, plain = manifest_of(folder), json.loads(json.dumps(head))
         if changed := next((name for name in plain if found.get(name) != plain[name]), None):
             raise ValueError(f"{folder} has another export: its {changed} is not the same; name another folder")
-    elif any(os.scandir(folder)):
+    elif os.listdir(folder):
         raise ValueError(f"{folder} has files, but no {MANIFEST}; name another folder")
     else:
         _put(folder, {**head, "cases": [], "questions": {}})
