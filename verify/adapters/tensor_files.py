@@ -28,6 +28,7 @@ NAMES = {
 ENDING = ".safetensors"
 LENGTH = 8  # bytes of the number that a file begins with
 MOST_HEADER = 2**20
+MOST_BYTES, MOST_AXES = 2**33, 8  # of a file whose tensors nobody has told us
 Must = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
@@ -44,7 +45,7 @@ def memory_of(x: Tensor) -> memoryview:
 
 def write(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> int:
     """Write contiguous tensors on the CPU, with text `about` them. The file appears when it is complete. Returns its bytes."""
-    header: dict[str, Any] = {"__metadata__": dict(about)}
+    header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     end = 0
     for name, x in tensors.items():
         begin, end = end, end + x.numel() * x.element_size()
@@ -100,10 +101,11 @@ def parsed(text: bytes, *, fractions: bool = False) -> Any:
         raise WrongFile(f"its JSON cannot be read: {' '.join(str(error).split())[:100]}") from None
 
 
-def read(path: str, must: Must) -> dict[str, Tensor]:
+def read(path: str, must: Must | None = None) -> dict[str, Tensor]:
     """The tensors of a file, which has exactly those that `must` names. FileNotFoundError; WrongFile says what is wrong.
 
-    The header is checked before memory for a tensor is taken, and that memory is what `must` says.
+    The header is checked before memory for a tensor is taken, and that memory is what `must` says. With None, the file has any
+    tensors, which take no more memory than the file has bytes, of at most MOST_BYTES.
     """
     file, size = opened(path)
     with file:
@@ -111,6 +113,7 @@ def read(path: str, must: Must) -> dict[str, Tensor]:
         if size < LENGTH or length > min(MOST_HEADER, size - LENGTH):
             raise WrongFile(f"has {size} bytes and says that its header has {length}, of at most {MOST_HEADER}")
         header = parsed(file.read(length))
+        must = _stated(header, size) if must is None else must
         spans = _spans(header, must)
         end = max((end for _, end in spans.values()), default=0)
         if size != LENGTH + length + end:
@@ -121,6 +124,20 @@ def read(path: str, must: Must) -> dict[str, Tensor]:
             if file.readinto(memory) != len(memory):
                 raise WrongFile("became shorter while it was read")
     return found
+
+
+def _stated(header: Any, size: int) -> Must:
+    """The names, dtypes and shapes in a header. WrongFile if one is none."""
+    if size > MOST_BYTES or not isinstance(header, dict):
+        raise WrongFile(f"has {size} bytes, of at most {MOST_BYTES}" if size > MOST_BYTES else "its header is no object")
+    kinds, must = {word: dtype for dtype, word in NAMES.items()}, dict[str, tuple[torch.dtype, Sequence[int]]]()
+    for name in header.keys() - {"__metadata__"}:
+        entry = header[name] if isinstance(header[name], dict) else {}
+        word, shape = str(entry.get("dtype")), entry.get("shape")
+        if word not in kinds or not _whole(shape) or not all(0 <= number < 2**31 for number in shape) or len(shape) > MOST_AXES:
+            raise WrongFile(f"{name[:40]!r} has dtype {word:.20} and shape {shape!s:.60}, which cannot be read")
+        must[name] = kinds[word], shape
+    return must
 
 
 def _spans(header: Any, must: Must) -> dict[str, tuple[int, int]]:

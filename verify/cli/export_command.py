@@ -18,18 +18,22 @@ from verify.adapters.loader import make
 from verify.adapters.registry import ANSWERS, AdapterError
 from verify.adapters.tensor_files import ENDING, write_bytes
 from verify.cli.check_command import check
-from verify.cli.exits import HOLDS
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed
 from verify.cli.options import chosen_laws
+from verify.cli.output import JsonLines
 from verify.cli.parsers import parser
 from verify.cli.terminal import print_line
 from verify.engine.asking import Described, describe
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.execution.dumps import dumps_in, judged_dump
 from verify.execution.exporting import EXPORTED, questions_of
 from verify.execution.line import Run
+from verify.findings.report import finding_lines
 from verify.gpu import device as devices
+from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
 MOST_BYTES = 2**32  # of a case that `judge` judges: a manifest may be anybody's
@@ -121,6 +125,8 @@ def _put(folder: str, manifest: Mapping[str, Any]) -> None:
 def judge(options: argparse.Namespace) -> int:
     """Judge answers to an export, as `check` judges an adapter. Returns the exit code."""
     folder, answers = options.folder, options.answers
+    if answers is None:
+        return _judge_dumps(options)
     spec = f"{ANSWERS}{folder}:{answers}"
     manifest = manifest_of(folder)
     given = _given(manifest, folder)
@@ -155,3 +161,25 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
     if not given:
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} has no cases: run gdn-verify export again, which goes on")
     return given
+
+
+def _judge_dumps(options: argparse.Namespace) -> int:
+    """Judge calls that FlashInfer has dumped. Returns the exit code."""
+    if ignored := next((name for name in ("law", "html", "junit", "markdown", "annotations") if getattr(options, name)), None):
+        raise ValueError(f"--{ignored} is for answers to an export: name ANSWERS too")
+    if not (names := dumps_in(options.folder) if os.path.isdir(options.folder) else []):
+        raise ValueError(f"{options.folder} has no calls that FlashInfer has dumped; to judge an export, name its ANSWERS too")
+    verdicts, out = list[Verdict](), sys.stderr if options.json == "-" else sys.stdout
+    with JsonLines(options.json) as lines:
+        for name in names:
+            outcome = judged_dump(os.path.join(options.folder, name))
+            verdicts.append(outcome.verdict)
+            worst = ", ".join(f"{port} {ratio:.2f}" for port, ratio in outcome.ratios.items())
+            print_line(
+                "\n".join([f"{outcome.verdict.upper():<12}{name}  {outcome.reason or worst}", *finding_lines(outcome.findings)]),
+                out,
+            )
+            lines({"dump": name, **outcome.to_json()})
+        print_line(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)), out)
+        decided = Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts
+        return lines.code(BROKEN if Verdict.BROKEN in verdicts else HOLDS if decided else UNDECIDED)

@@ -175,7 +175,7 @@ def refuse(options: argparse.Namespace) -> None:
         _check_line(options.line)
     if options.verb == "export" and ("/" in options.adapter or ".py" in options.adapter):  # else it is an operation
         check_spec(options.adapter)
-    if options.verb == "judge":
+    if options.verb == "judge" and options.answers is not None:
         check_spec(f"{ANSWERS}{options.folder}:{options.answers}")
     if options.verb == "across":
         text = " ".join(options.asked)
@@ -285,8 +285,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _judge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="the folder that export has written")
-    parser.add_argument("answers", metavar="ANSWERS", help="a folder of answers: for each file of DIR, one of the same name")
+    parser.add_argument("folder", metavar="DIR", help="the folder that export has written; or calls that FlashInfer has dumped")
+    parser.add_argument(
+        "answers",
+        nargs="?",
+        metavar="ANSWERS",
+        help="a folder of answers: for each file of DIR, one of the same name; none for dumps",
+    )
     parser.add_argument("--law", type=law_word, action="append", metavar="LAW", help="judge only this law (may be repeated)")
     parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
     parser.add_argument("--workers", type=positive_word, help="processes that judge (default: one for each core, at most 4)")
