@@ -73,7 +73,7 @@ def _arguments(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 def _inputs(given: dict[str, Any]) -> Inputs:
     """The call in our terms. ValueError if it is none that we can judge."""
-    found = {name: given.get(name) for name in PARAMETERS}
+    found: dict[str, Any] = {name: given.get(name) for name in PARAMETERS}
     kinds = {"scale": float | int | None, "output_final_state": bool | None, "use_qk_l2norm_in_kernel": bool | None}
     for name, value in found.items():
         absent = value is None and name in ("g", "beta", "initial_state")
