@@ -385,12 +385,17 @@ def test_a_manifest_that_is_no_file_is_one_line(tmp_path: pathlib.Path, answers:
 
 @pytest.mark.parametrize(
     ("spec", "words"),
-    [("rule", "unknown operation 'rule'"), ("decode", "needs a FilesAdapter"), ("gdn/layer", "is none of paths")],
+    [
+        ("l2norm", "--out must have no colons"),
+        ("rule", "unknown operation 'rule'"),
+        ("decode", "needs a FilesAdapter"),
+        ("gdn/layer", "is none of paths"),
+    ],
 )
 def test_what_cannot_be_exported_is_refused(
     spec: str, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", spec, "--out", str(tmp_path / "x")]) == USAGE
+    assert main(["export", spec, "--out", str(tmp_path / ("x:y" if spec == "l2norm" else "x"))]) == USAGE
     assert words in capsys.readouterr().err
 
 

@@ -44,7 +44,10 @@ def export(options: argparse.Namespace) -> int:
     """Write the questions of a check's cases into a folder, and a manifest. Returns the exit code."""
     folder, spec, profile = options.out, options.adapter, PROFILES[options.profile]
     with Worker(environment=devices.environment("cpu")) as worker:  # it only reads declarations
-        described = _of_adapter(spec, worker) if "/" in spec or ".py" in spec else _of_operation(spec)
+        is_adapter = "/" in spec or ".py" in spec
+        if is_adapter:
+            check_installed(spec)
+        described = describe(spec, worker, runs=False) if is_adapter else _of_operation(spec)
         book = book_of(described.domain)
         laws = _laws(book, described.domain.operation, options)
         settings = Settings(spec, laws, profile, options.seed)
@@ -89,11 +92,6 @@ def _of_operation(name: str) -> Described:
     return Described(name, adapter.domain, adapter.algorithm, "", declares=declared_by(adapter))
 
 
-def _of_adapter(spec: str, worker: Worker) -> Described:
-    check_installed(spec)
-    return describe(spec, worker, runs=False)
-
-
 def _laws(book: Book, operation: str, options: argparse.Namespace) -> list[str]:
     """The laws to export. ValueError for one that files cannot show."""
     if book.name in ("paths", "traces", "calls"):
@@ -106,7 +104,9 @@ def _laws(book: Book, operation: str, options: argparse.Namespace) -> list[str]:
 
 
 def _begin(folder: str, head: Mapping[str, Any]) -> None:
-    """Make the folder, or go on with it. ValueError if it has something else."""
+    """Make the folder, or go on with it. ValueError if it has something else, or if `judge` could not name it in a line."""
+    if ":" in folder or len(folder.split()) != 1:
+        raise ValueError(f"--out must have no colons and no spaces, since lines name it: got {folder!r}")
     os.makedirs(folder, exist_ok=True)
     if os.path.lexists(os.path.join(folder, MANIFEST)):
         found, plain = manifest_of(folder), json.loads(json.dumps(head))
