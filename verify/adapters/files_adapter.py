@@ -18,7 +18,7 @@ from verify.adapters.foreign import AskedAdapter, Call, Place
 from verify.adapters.interface import Unavailable
 from verify.adapters.process_adapter import options_of, words_of
 from verify.adapters.registry import ANSWERS, AdapterError
-from verify.adapters.tensor_files import ENDING, NAMES, WrongFile, memory_of, opened, parsed, read, write
+from verify.adapters.tensor_files import ENDING, NAMES, WrongFile, memory_of, one_line, opened, parsed, read, write
 
 FORMAT = "gdn-verify files 1"
 MANIFEST = "manifest.json"
@@ -126,7 +126,7 @@ def judged_by(spec: str) -> type[FilesAdapter]:
     except AdapterError:
         raise
     except Exception as error:  # whatever stands in the file
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"{type(error).__name__}: {one_line(error)}"
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} declares what no adapter can: {what}") from error
 
 

@@ -36,6 +36,11 @@ class WrongFile(Exception):
     """A file is not what it has to be. The message is one line."""
 
 
+def one_line(what: object) -> str:
+    """The text of an error, or of a name, in one line of printable characters."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(what).split())[:200])
+
+
 def memory_of(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
     if not x.numel():
@@ -98,7 +103,7 @@ def parsed(text: bytes, *, fractions: bool = False) -> Any:
     except RecursionError:
         raise WrongFile("its JSON is too deep") from None
     except ValueError as error:
-        raise WrongFile(f"its JSON cannot be read: {' '.join(str(error).split())[:100]}") from None
+        raise WrongFile(f"its JSON cannot be read: {one_line(error)}") from None
 
 
 def read(path: str, must: Must | None = None) -> dict[str, Tensor]:
@@ -126,16 +131,18 @@ def read(path: str, must: Must | None = None) -> dict[str, Tensor]:
     return found
 
 
-def _stated(header: Any, size: int) -> Must:
+def _stated(header: Any, total: int) -> Must:
     """The names, dtypes and shapes in a header. WrongFile if one is none."""
-    if size > MOST_BYTES or not isinstance(header, dict):
-        raise WrongFile(f"has {size} bytes, of at most {MOST_BYTES}" if size > MOST_BYTES else "its header is no object")
+    if total > MOST_BYTES or not isinstance(header, dict):
+        raise WrongFile(f"has {total} bytes, of at most {MOST_BYTES}" if total > MOST_BYTES else "its header is no object")
     kinds, must = {word: dtype for dtype, word in NAMES.items()}, dict[str, tuple[torch.dtype, Sequence[int]]]()
     for name in header.keys() - {"__metadata__"}:
         entry = header[name] if isinstance(header[name], dict) else {}
-        word, shape = str(entry.get("dtype")), entry.get("shape")
-        if word not in kinds or not _whole(shape) or not all(0 <= number < 2**31 for number in shape) or len(shape) > MOST_AXES:
-            raise WrongFile(f"{name[:40]!r} has dtype {word:.20} and shape {shape!s:.60}, which cannot be read")
+        word = str(entry.get("dtype"))
+        shape: Any = entry.get("shape")
+        shaped = _whole(shape) and len(shape) <= MOST_AXES and min(shape, default=0) >= 0
+        if word not in kinds or not shaped or math.prod(max(1, size) for size in shape) > MOST_BYTES:
+            raise WrongFile(f"{name[:40]!r} has dtype {word[:20]!r} and shape {repr(shape)[:60]}, which cannot be read")
         must[name] = kinds[word], shape
     return must
 
@@ -153,10 +160,12 @@ def _spans(header: Any, must: Must) -> dict[str, tuple[int, int]]:
         entry = header[name] if isinstance(header[name], dict) else {}
         got, want = (entry.get("dtype"), entry.get("shape")), (NAMES[dtype], [*shape])
         if got != want or not _whole(got[1]):
-            raise WrongFile(f"{name} has dtype {got[0]!s:.20} and shape {got[1]!s:.60}, must have {want[0]} and {want[1]}")
+            raise WrongFile(
+                f"{name} has dtype {repr(got[0])[:20]} and shape {repr(got[1])[:60]}, must have {want[0]!r} and {want[1]}"
+            )
         offsets, most = entry.get("data_offsets"), math.prod(shape) * dtype.itemsize
         if not (_whole(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == most):
-            raise WrongFile(f"{name} has data_offsets {offsets!s:.60}, must have two numbers whose difference is {most}")
+            raise WrongFile(f"{name} has data_offsets {repr(offsets)[:60]}, must have two numbers whose difference is {most}")
         spans[name] = (offsets[0], offsets[1])
     place = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):

@@ -16,7 +16,7 @@ from verify import __version__
 from verify.adapters.files_adapter import FORMAT, MANIFEST, FilesAdapter, Writer, declared_by, kind_of, manifest_of
 from verify.adapters.loader import make
 from verify.adapters.registry import ANSWERS, AdapterError
-from verify.adapters.tensor_files import ENDING, write_bytes
+from verify.adapters.tensor_files import ENDING, one_line, write_bytes
 from verify.cli.check_command import check
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed
@@ -156,7 +156,7 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
                 raise ValueError(f"{run.law} is not exported, or the case is too large: {case['line'][:100]}")
             given.setdefault(run.law, []).append(run.example)
     except Exception as error:  # whatever stands in the file
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"{type(error).__name__}: {one_line(error)}"
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} has a case that cannot be judged: {what}") from None
     if not given:
         raise AdapterError(f"{os.path.join(folder, MANIFEST)} has no cases: run gdn-verify export again, which goes on")
@@ -176,7 +176,9 @@ def _judge_dumps(options: argparse.Namespace) -> int:
             verdicts.append(outcome.verdict)
             worst = ", ".join(f"{port} {ratio:.2f}" for port, ratio in outcome.ratios.items())
             print_line(
-                "\n".join([f"{outcome.verdict.upper():<12}{name}  {outcome.reason or worst}", *finding_lines(outcome.findings)]),
+                "\n".join(
+                    [f"{outcome.verdict.upper():<12}{one_line(name)}  {outcome.reason or worst}", *finding_lines(outcome.findings)]
+                ),
                 out,
             )
             lines({"dump": name, **outcome.to_json()})

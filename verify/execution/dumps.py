@@ -15,7 +15,7 @@ from oracles.tolerance.bound import bounds
 from properties.laws.law import Pair
 from verify.adapters.contract import contract_of, wanted
 from verify.adapters.flashinfer_kernels import Prefill
-from verify.adapters.tensor_files import WrongFile, opened, parsed, read
+from verify.adapters.tensor_files import WrongFile, one_line, opened, parsed, read
 from verify.bench.places import indices
 from verify.execution.judge import judge
 from verify.execution.judging import faulted
@@ -48,7 +48,7 @@ def judged_dump(folder: str) -> Outcome:
     except FileNotFoundError as error:
         return Outcome(Verdict.UNKNOWN, reason=f"there is no {os.path.basename(str(error.filename))}")
     except (ValueError, WrongFile) as error:
-        return Outcome(Verdict.UNKNOWN, reason=f"cannot be judged: {' '.join(str(error).split())[:200]}")
+        return Outcome(Verdict.UNKNOWN, reason=f"cannot be judged: {one_line(error)}")
     except Exception as error:  # whatever stands in the files
         return faulted(error)
 
@@ -78,7 +78,7 @@ def _inputs(given: dict[str, Any]) -> Inputs:
     for name, value in found.items():
         absent = value is None and name in ("g", "beta", "initial_state")
         if not (absent or isinstance(value, kinds.get(name, torch.Tensor))):
-            raise ValueError(f"{name} is {value!s:.40}")
+            raise ValueError(f"{name} is {repr(value)[:40]}")
     q, k, v, state = found["q"], found["k"], found["v"], found["initial_state"]
     one = functools.partial(torch.ones, v.shape[:2], dtype=torch.float32)
     alpha, beta = (one() if found[name] is None else found[name] for name in ("g", "beta"))

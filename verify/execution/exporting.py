@@ -12,7 +12,7 @@ from verify.execution.line import Run
 EXPORTED = (
     *("oracle", "packed", "absent", "norm", "gates", "linear", "recall", "future", "samples", "heads", "permuted"),  # rules
     *("scaled", "whole", "copied", "left_padding", "tokens", "channels", "repeated"),  # modules and layers
-    *("padding", "poison", "fresh", "slots", "requests"),  # pools
+    *("untouched", "padding", "poison", "fresh", "slots", "requests"),  # pools
 )
 
 
