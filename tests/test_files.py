@@ -1,5 +1,6 @@
 """Questions and answers in files: what is written, what answers lead to, and files that nobody should believe."""
 
+import io
 import json
 import os
 import pathlib
@@ -15,10 +16,11 @@ from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
+from tests import process_server
 from tests.files_kernels import example, wrong
 from verify.adapters.files_adapter import MANIFEST, FilesAdapter, Writer, kind_of, manifest_of
 from verify.adapters.registry import AdapterError
-from verify.adapters.tensor_files import WrongFile, read, write
+from verify.adapters.tensor_files import WrongFile, memory_of, read, write
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.cli.main import main
 from verify.engine.drawing import of_law
@@ -117,6 +119,49 @@ def test_what_is_asked_does_not_depend_on_answers(domain: Any, tmp_path: pathlib
         asked = names_of(law, domain, Writer, tmp_path / "zeros")
         assert asked == names_of(law, domain, Ones, tmp_path / "ones"), law
         assert all(asked), law
+
+
+WORDS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+
+
+def answer_by(spec: str, questions: pathlib.Path, answers: pathlib.Path) -> None:
+    """Answer a folder with an adapter."""
+    answers.mkdir()
+    for path in questions.glob("*.safetensors"):
+        question, tensors = example().read(path)
+        heads = [
+            " ".join(f"{e['name']} {WORDS[e['dtype']]} {len(e['shape'])} {' '.join(map(str, e['shape']))}" for e in question[part])
+            for part in ("inputs", "outputs")
+        ]
+        options = " ".join(f"{name}={value}" for name, value in question["options"].items())
+        body = io.BytesIO(b"".join(bytes(memory_of(x.contiguous())) for x in tensors.values()))
+        found = process_server.answer(f"{question['word']} {heads[0]} ; {heads[1]} ; {options} adapter={spec}", body)
+        example().write(answers / path.name, {e["name"]: x.detach() for e, x in zip(question["outputs"], found, strict=True)})
+
+
+ANIMALS = {
+    "zoo/TailWithoutGate": ("packed", "absent", "linear"),
+    "zoo/StateTransposed": ("recall",),
+    "zoo/SeesFutureGates": ("future",),
+    "zoo/PaddingIsLast": ("untouched", "padding"),
+    "zoo/IgnoresBeginnings": ("fresh",),
+    "zoo/PadsNotMasked": ("left_padding",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ANIMALS)
+def test_answers_of_a_wrong_implementation_have_the_verdicts_of_the_implementation(spec: str, tmp_path: pathlib.Path) -> None:
+    laws = [word for law in ANIMALS[spec] for word in ("--law", law)]
+    assert main(["export", spec, "--out", str(tmp_path / "q"), "--profile", "few", *laws]) == HOLDS
+    answer_by(spec, tmp_path / "q", tmp_path / "a")
+    broken = set[str]()
+    for case in manifest_of(str(tmp_path / "q"))["cases"]:
+        own = execute(Run.parse(case["line"]))
+        found = execute(Run.parse(case["line"].replace(f"adapter={spec}", f"adapter=answers:{tmp_path / 'q'}:{tmp_path / 'a'}")))
+        assert (found.verdict, [x.place for x in found.findings]) == (own.verdict, [x.place for x in own.findings]), case["line"]
+        broken |= {case["law"]} if own.verdict is Verdict.BROKEN else set()
+    assert broken == {*ANIMALS[spec]}
 
 
 def test_questions_of_a_cut_depend_on_answers(tmp_path: pathlib.Path) -> None:
