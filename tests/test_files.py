@@ -446,6 +446,12 @@ def test_what_cannot_be_exported_is_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["export", "l2norm", "--out", str(tmp_path / "file" / "x")]) == USAGE
+    assert capsys.readouterr().err == f"gdn-verify: {tmp_path / 'file' / 'x'} cannot be written: Not a directory\n"
+
+
 def test_without_answers_nothing_is_decided() -> None:
     outcome = execute(Run.parse(f"law=oracle adapter={KERNELS}Elsewhere lengths=1"))
     assert (outcome.verdict, "gdn-verify judge reads the answers" in outcome.reason) == (Verdict.UNKNOWN, True)

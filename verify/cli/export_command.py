@@ -1,7 +1,6 @@
 """The verbs `export` and `judge`: a check whose implementation runs elsewhere. Questions and answers are files."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -42,6 +41,13 @@ SHOWN = 3  # names of missing answers that are printed
 
 def export(options: argparse.Namespace) -> int:
     """Write the questions of a check's cases into a folder, and a manifest. Returns the exit code."""
+    try:
+        return _export(options)
+    except OSError as error:
+        raise ValueError(f"{options.out} cannot be written: {error.strerror}") from None
+
+
+def _export(options: argparse.Namespace) -> int:
     folder, spec, profile = options.out, options.adapter, PROFILES[options.profile]
     with Worker(environment=devices.environment("cpu")) as worker:  # it only reads declarations
         is_adapter = "/" in spec or ".py" in spec
@@ -151,7 +157,7 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
         if manifest["profile"] not in PROFILES:
             raise ValueError(f"unknown profile {manifest['profile']!r}")
         for case in manifest["cases"]:
-            run = dataclasses.replace(Run.parse(case["line"], here=False), adapter="-")
+            run = Run.parse(case["line"], here=False)
             if run.law not in EXPORTED or run.example.case.bytes > MOST_BYTES:
                 raise ValueError(f"{run.law} is not exported, or the case is too large: {case['line'][:100]}")
             given.setdefault(run.law, []).append(run.example)
