@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from properties.books import book_of
+from properties.books import book_of, every_law
 from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.pools.domain import PoolDomain
@@ -113,6 +113,7 @@ def names_of(law: str, domain: Any, base: type[Writer], folder: pathlib.Path) ->
 @pytest.mark.parametrize("domain", DOMAINS, ids=lambda domain: f"{domain.operation}-{DOMAINS.index(domain)}")
 def test_what_is_asked_does_not_depend_on_answers(domain: Any, tmp_path: pathlib.Path) -> None:
     about = [law for law in book_of(domain).about(domain.operation) if law in EXPORTED]
+    assert {*EXPORTED} <= {*every_law()}
     laws = [law for law in about if book_of(domain).laws[law].needs(domain) is None]
     assert "oracle" in laws
     for law in laws:
