@@ -154,7 +154,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
     (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
     (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
-    ((), ("list,check,merge,draw,repeat",)),
+    ((), ("list,check,merge,draw,export,judge,repeat",)),
 ]
 
 

@@ -33,6 +33,7 @@ def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) ->
     ("kind", "page", "title"),
     [
         (verify.ProcessAdapter, "any-language", "The adapter"),
+        (verify.FilesAdapter, "files", "The adapter"),
         (verify.ArrayAdapter, "arrays", "JAX, MLX, NumPy, CuPy"),
         (verify.OnnxAdapter, "arrays", "ONNX"),
         (verify.CLibrary, "arrays", "A C library"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from verify.adapters.base import PathAdapter as PathAdapter
     from verify.adapters.base import TraceAdapter as TraceAdapter
     from verify.adapters.c_library import CLibrary as CLibrary
+    from verify.adapters.files_adapter import FilesAdapter as FilesAdapter
     from verify.adapters.onnx_adapter import OnnxAdapter as OnnxAdapter
     from verify.adapters.process_adapter import ProcessAdapter as ProcessAdapter
 
@@ -29,6 +30,7 @@ __all__ = [
         "CallDomain",
         "Domain",
         "Engine",
+        "FilesAdapter",
         "LayerDomain",
         "ModuleDomain",
         "OnnxAdapter",
@@ -48,6 +50,7 @@ _PLACES = {
     "CallDomain": "properties.calls.domain",
     "Domain": "properties.rules.domain",
     "Engine": "verify.adapters.base",
+    "FilesAdapter": "verify.adapters.files_adapter",
     "LayerDomain": "properties.layers.domain",
     "ModuleDomain": "properties.modules.domain",
     "OnnxAdapter": "verify.adapters.onnx_adapter",

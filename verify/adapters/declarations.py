@@ -16,11 +16,12 @@ from properties.books import BOOKS
 from verify.adapters.array_adapter import ArrayAdapter
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.c_library import CLibrary
+from verify.adapters.files_adapter import FilesAdapter
 from verify.adapters.onnx_adapter import OnnxAdapter
 from verify.adapters.process_adapter import ProcessAdapter
 
 CLOSE = 0.75  # `chunks`, `folded` and `counter_part` are this close to what was meant, `blocks` is to nothing
-FOREIGN = (ArrayAdapter, CLibrary, OnnxAdapter, ProcessAdapter)
+FOREIGN = (ArrayAdapter, CLibrary, FilesAdapter, OnnxAdapter, ProcessAdapter)
 BASES = (Adapter, PathAdapter, TraceAdapter)
 CALLABLE = (types.FunctionType, classmethod, staticmethod)
 

@@ -75,19 +75,8 @@ class ForeignAdapter(Adapter):
         return outputs
 
 
-class FileAdapter(ForeignAdapter):
-    """An implementation in a file that the class names. Relative paths begin in `folder`, by default that of the class's file.
-
-    It is asked for outputs and for gradients, whose shapes and dtypes the contract of the call says.
-    """
-
-    folder: ClassVar[str] = "."
-    _named_by: ClassVar[str]  # the attribute that names the file
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if not {"folder", "_named_by"} & vars(cls).keys() and cls._named_by in vars(cls):
-            cls.folder = _folder_of_class(sys._getframe(1))
+class AskedAdapter(ForeignAdapter):
+    """An implementation that is asked for outputs and for gradients, whose shapes and dtypes the contract of the call says."""
 
     @abc.abstractmethod
     def _ask(self, call: "Call", word: str, sent: Mapping["Place", Tensor], asked: Sequence["Place"]) -> Iterable[Tensor]:
@@ -108,6 +97,18 @@ class FileAdapter(ForeignAdapter):
             return [place.ours(x, call.device) for place, x in zip(asked, answers, strict=True)]
 
         return self._outputs(call), pullback
+
+
+class FileAdapter(AskedAdapter):
+    """An implementation in a file that the class names. Relative paths begin in `folder`, by default that of the class's file."""
+
+    folder: ClassVar[str] = "."
+    _named_by: ClassVar[str]  # the attribute that names the file
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not {"folder", "_named_by"} & vars(cls).keys() and cls._named_by in vars(cls):
+            cls.folder = _folder_of_class(sys._getframe(1))
 
     def _missing(self, what: str, name: str) -> str | None:
         """That there is no such file, in words; None if there is one."""

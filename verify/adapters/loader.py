@@ -17,11 +17,12 @@ from properties.traces.domain import TraceDomain
 from properties.words.sizes import LARGEST_CHUNK, MOST
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.declarations import FOREIGN, misspelt
+from verify.adapters.files_adapter import judged_by
 from verify.adapters.foreign import ForeignAdapter
 from verify.adapters.interface import Unavailable
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
-from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
+from verify.adapters.registry import ANSWERS, BUILT_IN, ZOO, ZOO_PLACE, AdapterError, check_spec, unknown_animal
 
 AnyAdapter = Adapter | PathAdapter | TraceAdapter
 Kind = type[Adapter] | type[PathAdapter] | type[TraceAdapter]
@@ -35,6 +36,8 @@ def load(spec: str) -> AnyAdapter:
         if spec not in animals:
             raise AdapterError(unknown_animal(spec))
         return make(animals[spec], spec)
+    if spec.startswith(ANSWERS):
+        return make(judged_by(spec), spec)
     place, _, name = BUILT_IN.get(spec, spec).rpartition(":")
     try:
         if spec in BUILT_IN:

@@ -3,7 +3,6 @@
 docs/how-to/any-language.md has the protocol. This module writes its lines; verify/process/child.py moves the bytes.
 """
 
-import ctypes
 import os
 import shutil
 import threading
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from verify.adapters.foreign import WORDS, Call, FileAdapter, Place
 from verify.adapters.interface import Unsupported
+from verify.adapters.tensor_files import memory_of
 from verify.process import deadline
 from verify.process.child import Child
 
@@ -65,7 +65,7 @@ class ProcessAdapter(FileAdapter):
             cotangents = [place for place in sent if place.name not in call.tensors]
             by_name = {place.name: place for place in sent}
             sent = {place: sent[place] for place in (*(by_name[name] for name in self.inputs if name in by_name), *cotangents)}
-        line = f"{word} {' '.join(map(_words, sent))} ; {' '.join(map(_words, asked))} ; {' '.join(_options(call))}"
+        line = f"{word} {' '.join(map(words_of, sent))} ; {' '.join(map(words_of, asked))} ; {' '.join(options_of(call))}"
         answers = [place.empty() for place in asked]
         self._exchange(line.rstrip(), [place.theirs(x) for place, x in sent.items()], answers)
         return answers
@@ -80,7 +80,7 @@ class ProcessAdapter(FileAdapter):
             try:
                 word, text = self._greet(child)
                 if word == "ok":
-                    word, text = child.ask(line, map(_memory, sent), map(_memory, answer))
+                    word, text = child.ask(line, map(memory_of, sent), map(memory_of, answer))
             finally:
                 if not child.in_step:
                     self._end()
@@ -120,12 +120,12 @@ class ProcessAdapter(FileAdapter):
         return None if os.access(found, os.X_OK) else f"the program {found} must be executable: chmod +x {found}"
 
 
-def _words(place: Place) -> str:
+def words_of(place: Place) -> str:
     """A tensor as the line of a question names it."""
     return " ".join(map(str, (place.name, WORDS[place.dtype], len(place.sizes), *place.sizes)))
 
 
-def _options(call: Call) -> Iterable[str]:
+def options_of(call: Call) -> Iterable[str]:
     """The options of a call as words. Those that are None are left out."""
     for name, value in call.options():
         if value is not None:
@@ -133,10 +133,3 @@ def _options(call: Call) -> Iterable[str]:
             text = ",".join(str(int(one) if isinstance(one, bool) else one) for one in several)
             assert not text.split()[1:], (name, text)
             yield f"{name}={text}"
-
-
-def _memory(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    if not x.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")

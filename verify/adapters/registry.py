@@ -126,6 +126,7 @@ TRACES = {
 # The adapters by the name of their book (properties/books.py).
 BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS, "traces": TRACES}
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
+ANSWERS = "answers:"  # answers:DIR:ANSWERS answers the questions in one folder with the files in another
 ZOO = "zoo/"  # the prefix of the names of wrong implementations in verify/zoo
 ZOO_PLACE = "verify.zoo.animals:by_spec"  # a function that returns the zoo's adapters by name
 OWN = "your own as my_kernel.py:MyKernel"
@@ -148,6 +149,13 @@ def check_spec(spec: str) -> None:
     if spec.startswith(ZOO):
         if spec not in _zoo_specs():
             raise AdapterError(unknown_animal(spec))
+        return
+    if spec.startswith(ANSWERS):
+        folders = spec.removeprefix(ANSWERS).split(":")
+        if len(folders) != 2 or not all(folders) or len(spec.split()) != 1:
+            raise AdapterError(f"adapter {spec!r} must be {ANSWERS}DIR:ANSWERS, of two folders without colons and spaces")
+        if missing := [folder for folder in folders if not pathlib.Path(folder).is_dir()]:
+            raise AdapterError(f"adapter {spec}: there is no folder {missing[0]}")
         return
     place, colon, name = spec.rpartition(":")
     if (file := spec.removesuffix(":")).endswith(".py"):

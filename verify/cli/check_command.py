@@ -197,6 +197,7 @@ class _Command:
             shard=shard,
             engine_workers=engine_workers_of(options),
             gpu_workers=gpu_workers_of(options),
+            given=getattr(options, "given", None),
             under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
         )
 

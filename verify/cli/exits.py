@@ -21,6 +21,7 @@ EXITS = _told("every law holds", "a law is broken", "undecided, or nothing was c
 EXITS_OF = {
     "list": _told("the list is printed", None, "gdn-verify itself failed"),
     "draw": _told("the lines are printed", None, "gdn-verify itself failed"),
+    "export": _told("the files are written", None, "gdn-verify itself failed"),
     "known": _told("the defect is on file", "the line holds, so nothing was written", "undecided"),
     "launches": _told("all launches agree", "a launch differs, or a call fails", "undecided, or no GPU"),
     "across": _told("every line holds in every place", "a line is broken in a place", "a line cannot be asked in a place"),

@@ -9,7 +9,7 @@ import verify
 from properties.words.line import split_line
 from properties.words.names import did_you_mean
 from verify.adapters.libraries import FOLDER, LIBRARIES
-from verify.adapters.registry import OWN, ZOO, check_spec
+from verify.adapters.registry import ANSWERS, OWN, ZOO, check_spec
 from verify.cli.exits import EXITS, EXITS_OF, USAGE
 from verify.cli.options import (
     add_asking,
@@ -37,6 +37,7 @@ from verify.cli.options import (
 )
 from verify.cli.terminal import print_error
 from verify.engine.profiles import PROFILES
+from verify.findings.store import FOLDER as FINDINGS
 from verify.process.choices import DEVICES
 from verify.zoo.incidents import LETTERS
 
@@ -113,7 +114,7 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,repeat,known,launches,arithmetic,across,bisect,compare,soak,zoo,claims,fetch,completion,"
+        metavar="{list,check,merge,draw,export,judge,repeat,known,launches,arithmetic,across,bisect,compare,soak,zoo,claims,fetch,completion,"
         "certificate,new-process}",
         dest="verb",
     )
@@ -131,6 +132,8 @@ def parser() -> OptionParser:
     _check(verb("check", "check_command:check", "check an adapter against the laws"))
     _merge(verb("merge", "merge_command:act", "join the records of a check's shards into one verdict"))
     _draw(verb("draw", "draw_command:draw", "print the lines of the cases that check would run"))
+    _export(verb("export", "export_command:export", "write the calls of a check's cases as files, for what no process can ask"))
+    _judge(verb("judge", "export_command:judge", "judge the answers to what export has written, as check does"))
     _soak(verb("soak", "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over"))
     _repeat(verb("repeat", "repeat_command:repeat", "run one printed line again"))
     _known(verb("known", "known_command:put_on_file", "put a failure on file as a known defect"))
@@ -170,6 +173,10 @@ def refuse(options: argparse.Namespace) -> None:
     if "line" in options:
         options.line = " ".join(options.line)
         _check_line(options.line)
+    if options.verb == "export" and ("/" in options.adapter or ".py" in options.adapter):  # else it is an operation
+        check_spec(options.adapter)
+    if options.verb == "judge" and options.answers is not None:
+        check_spec(f"{ANSWERS}{options.folder}:{options.answers}")
     if options.verb == "across":
         text = " ".join(options.asked)
         options.lines = re.split(r"\s+(?=law=)", text.strip()) if text.startswith("law=") else []
@@ -268,6 +275,32 @@ def _draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", type=shard_word, metavar="K/N", help="print the cases of the K-th of N parts, as for check")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each case: its law, its number and its line")
     parser.add_argument("--path", metavar="DIR", help="a checkout in which modules are looked for first, as for check")
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", metavar="OPERATION|ADAPTER", help=f"an operation, whose domain has its defaults; or {ADAPTER}")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; one that is partly written is completed")
+    _cases(parser, "quick", "")
+    parser.add_argument("--path", metavar="DIR", help="a checkout in which modules are looked for first, as for check")
+
+
+def _judge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="the folder that export has written; or calls that FlashInfer has dumped")
+    parser.add_argument(
+        "answers",
+        nargs="?",
+        metavar="ANSWERS",
+        help="a folder of answers: for each file of DIR, one of the same name; none for dumps",
+    )
+    parser.add_argument("--law", type=law_word, action="append", metavar="LAW", help="judge only this law (may be repeated)")
+    parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
+    parser.add_argument("--workers", type=positive_word, help="processes that judge (default: one for each core, at most 4)")
+    parser.add_argument("--json", metavar="FILE", help="also write JSON lines to FILE, as for check (-: to stdout)")
+    parser.add_argument(
+        "--deadline", type=seconds_word, metavar="S", help="after how many seconds a case counts as a hang (default 120)"
+    )
+    parser.add_argument("--findings", default=FINDINGS, metavar="FOLDER", help=f"folder for findings (default {FINDINGS})")
+    add_outputs(parser)
 
 
 def _soak(parser: argparse.ArgumentParser) -> None:

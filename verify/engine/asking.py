@@ -58,7 +58,7 @@ class Described:
     """An adapter's declarations, as a worker reports them.
 
     `device` is the name of the GPU, or "" without one. `omits` maps parameters that are not passed to the reason
-    (verify/adapters/base.py). `memory` is the GPU's memory in bytes.
+    (verify/adapters/base.py). `memory` is the GPU's memory in bytes. `declares` has what an export needs.
     """
 
     spec: str
@@ -72,6 +72,7 @@ class Described:
     compiles: bool = False
     cost: str = "quick"
     memory: int = 0
+    declares: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -124,7 +125,8 @@ def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    return Described(spec, domain, *about, description.omits, description.compiles, description.cost, description.memory)
+    of_device = (description.cost, description.memory, description.declares)
+    return Described(spec, domain, *about, description.omits, description.compiles, *of_device)
 
 
 def with_sizes(described: Described, device: str, *, large: bool = True) -> Described:

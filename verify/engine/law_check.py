@@ -5,7 +5,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from oracles.arithmetic.counter import mix_words
@@ -53,6 +53,7 @@ class Settings:
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
     - `shard`: which lines are run; those of the other shards are drawn alone.
+    - `given`: the examples of each law, in place of those that the seed draws.
     - `engine_workers`, `gpu_workers`: the least number of workers on GPUs, if the check starts its own: for a serving engine, and
       for everything else.
     """
@@ -75,12 +76,17 @@ class Settings:
     engine_workers: int = 0
     gpu_workers: int = 0
     shard: Shard = WHOLE
+    given: Mapping[str, Sequence[Example]] | None = None
+
+    def examples_of(self, law: str) -> int:
+        """How many examples a law has, in all shards together."""
+        return self.profile.examples_of(law) if self.given is None else len(self.given.get(law, ()))
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""
-        examples = self.profile.examples_of(law.name)
+        examples = self.examples_of(law.name)
         climbs = self.profile.climbs if self.climbs is None else self.climbs
-        return examples - (climbed(examples, law.kind) if climbs else 0)
+        return examples - (climbed(examples, law.kind) if climbs and self.given is None else 0)
 
 
 @dataclasses.dataclass
@@ -193,7 +199,7 @@ class LawCheck:
     @property
     def _examples(self) -> int:
         """How many examples the law has, in all shards together."""
-        return self._common.settings.profile.examples_of(self._name)
+        return self._common.settings.examples_of(self._name)
 
     def _verdict(self) -> tuple[Verdict, str]:
         """The verdict of a law that is not broken, and the reason if it does not hold.
@@ -312,7 +318,7 @@ class LawCheck:
         the same however the check is divided into shards.
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
-        if set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
+        if set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND} or self._common.settings.given is not None:
             return False
         places = [place for place, example in enumerate(self._drawn[:ENOUGH]) if example in self._blind]
         if not places:
@@ -346,6 +352,10 @@ class LawCheck:
         if common.plan is None:
 
             def draw(look: Look) -> None:
+                if (given := common.settings.given) is not None:
+                    for example in given.get(law.name, ()):
+                        self._own(look, example)
+                    return
                 of_law(law, common.described.domain, common.settings.seed, examples, functools.partial(self._own, look))
 
             yield from batches(draw, most)

@@ -15,6 +15,7 @@ import torch
 from properties.books import book_of
 from verify import interpreter
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.files_adapter import declared_by
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
 from verify.bench import oracle_process
@@ -125,6 +126,7 @@ def _describe(asked: Describe) -> Description:
         closes=type(adapter).close is not Implementation.close,
         compiles=getattr(adapter, "compiles", False),
         cost=cost_of(adapter),
+        declares=declared_by(adapter),
     )
 
 

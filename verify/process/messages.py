@@ -307,7 +307,8 @@ class Description(Answer):
     """What an adapter declares, as a worker sees it.
 
     `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
-    says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one.
+    says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one. `declares` has
+    what an export needs (verify/adapters/files_adapter.py).
     """
 
     book: str
@@ -322,6 +323,7 @@ class Description(Answer):
     closes: bool = False
     compiles: bool = False
     cost: str = "quick"
+    declares: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # Of answers that ranks give and that are merged: a field that only this type has.
