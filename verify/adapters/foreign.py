@@ -29,8 +29,8 @@ class ForeignAdapter(Adapter):
     """An implementation that gets other things than tensors of torch, by the operation's names.
 
     - `layout`: for each tensor, those of its axes that come last on the other side, in their order, such as {"state": "V K"}. Axes
-      that are joined by `*` are one axis there, such as {"q": "B T H*K"}. A gradient has the layout of its input, and the cotangent
-      of an output that of the output.
+      that are joined by `*` are one axis there, such as {"q": "B T H*K"}, and `1` is an axis of one element, such as
+      {"weight": "D 1 W"}. A gradient has the layout of its input, and the cotangent of an output that of the output.
     - `absent`: what fills a tensor that a call does not have, such as {"state": 0.0}. Other absent tensors are not passed.
     """
 
@@ -189,7 +189,7 @@ class Call:
         """Where an input or an output lies on the other side. ValueError if its layout is none."""
         ports = (*self.operation.inputs, *self.operation.outputs)
         axes = next((port.axes.split() for port in ports if port.name == name), [])
-        last = [word.split("*") for word in self._layout.get(name, "").split()]
+        last: list[list[str]] = [[] if word == "1" else word.split("*") for word in self._layout.get(name, "").split()]
         named = [axis for group in last for axis in group]
         if not {*named} <= {*axes} or len({*named}) < len(named):
             raise ValueError(f"layout of {name} must name some of the axes {' '.join(axes)}, each once, got {self._layout[name]!r}")
