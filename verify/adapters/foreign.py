@@ -15,10 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from oracles.layer import Layer
 from oracles.operation import DTYPES, NAMES, Inputs, gradient_name
-from properties.modules.domain import ModuleDomain
-from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.adapters.contract import contract_of, sizes_of, wanted
+from verify.adapters.contract import check_legal, contract_of, sizes_of, wanted
 
 WORDS = {**NAMES, torch.float64: "fp64", torch.int32: "int32", torch.int64: "int64"}  # the dtypes, as the other side reads them
 Outputs = tuple[Tensor | None, ...]
@@ -212,13 +210,7 @@ class Call:
 
     def check_legal(self) -> None:
         """Raise ValueError for a call with illegal shapes or offsets, or without a tensor that it must have."""
-        left_out = {"g", "beta"} if isinstance(self._domain, Domain) and self._domain.left_out != ("none",) else set()
-        left_out |= {"b"} if isinstance(self._domain, ModuleDomain) and not self._domain.beta else set()
-        ports = tuple(dataclasses.replace(port, optional=port.optional or port.name in left_out) for port in self.operation.inputs)
-        packs = ["cu_seqlens"] * any("N" in port.axes.split() for port in ports)
-        names = {*packs, *(port.name for port in ports), *self.operation.options}
-        legal = dataclasses.replace(self.operation, inputs=ports)
-        legal.check(Inputs(**{name: value for name, value in self.x.items() if name in names}))
+        check_legal(self._domain, self.x)
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """The options of the call, also those that are None. The widths of a layer are called layer.hidden and so on."""

@@ -99,6 +99,8 @@ class Operator(FileAdapter):
 
     def _ask(self, call: Call, word: str, sent: Mapping[Place, Tensor], asked: Sequence[Place]) -> Iterable[Tensor]:
         assert word == "call", word
+        if call.x.get("cu_seqlens") is not None:
+            raise ValueError("ggml's operators take no cu_seqlens")
         call.check_legal()
         inputs = {place.name: place.theirs(x) for place, x in sent.items()}
         sizes = [math.prod(place.sizes) for place in asked]

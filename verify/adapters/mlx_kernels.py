@@ -15,7 +15,7 @@ class GatedDelta(ArrayAdapter):
     algorithm = "recurrent"
     requires: ClassVar[dict[str, str]] = {"mlx": "0.32.4"}
     layout: ClassVar[Mapping[str, str]] = {"state": "V K", "final_state": "V K"}
-    domain = Domain(packed=False, qk_norm=False, decays=("linear",), scales=("one",), views=False, backward=False)
+    domain = Domain(packed=False, nothing=False, qk_norm=False, decays=("linear",), scales=("one",), views=False, backward=False)
 
     def compute(self, x: Inputs) -> Any:
         import mlx.core

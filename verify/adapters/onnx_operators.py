@@ -34,7 +34,7 @@ CONV = ModuleDomain("causal_conv1d", packed=False, state_columns="W-1", views=Fa
 class GatedDeltaNet(OnnxAdapter):
     """GatedDeltaNet of com.microsoft: packed or not, with gates and L2 norm in the kernel. Decay and beta have one dtype.
 
-    Its L2 norm adds 1e-12. It refuses a call without tokens.
+    Its L2 norm adds 1e-12, but 1e-6 where KDA's gate in the kernel has a lower bound. It refuses a call without tokens.
     """
 
     algorithm = "recurrent"
@@ -73,7 +73,15 @@ class GatedDeltaNetKda(GatedDeltaNet):
     """GatedDeltaNet with one decay for each key channel."""
 
     layout: ClassVar[Mapping[str, str]] = {**GatedDeltaNet.layout, "g": "B*T HV K", "a": "B*T HV K"}
-    domain = dataclasses.replace(PACKED, operation="kda", lower_bounds=("none", "-5", "-1"))
+    domain = dataclasses.replace(PACKED, operation="kda")
+
+
+class GatedDeltaNetBounded(GatedDeltaNetKda):
+    """GatedDeltaNet with KDA's gate in the kernel, and a lower bound of its decay."""
+
+    domain = dataclasses.replace(
+        PACKED, operation="kda", in_kernel=("gate", "both"), lower_bounds=("-5", "-1"), qk_norm_eps=("1e-6",)
+    )
 
 
 class GatedDeltaNetDelta(GatedDeltaNet):
@@ -151,9 +159,10 @@ class Conv(OnnxAdapter):
 
 
 class Conv27(Conv):
-    """CausalConvWithState of onnx in ONNX Runtime."""
+    """CausalConvWithState of onnx in ONNX Runtime, whose Conv refuses a call without tokens."""
 
     namespace = ""
+    domain = dataclasses.replace(Conv.domain, nothing=False)
 
 
 class ConvReference(Conv):

@@ -36,6 +36,7 @@ KERNELS = {
     "flashinfer/prefill_reference": "verify.adapters.flashinfer_references:PrefillReference",
     "onnxruntime/gated_delta_net": "verify.adapters.onnx_operators:GatedDeltaNet",
     "onnxruntime/gated_delta_net_kda": "verify.adapters.onnx_operators:GatedDeltaNetKda",
+    "onnxruntime/gated_delta_net_bounded": "verify.adapters.onnx_operators:GatedDeltaNetBounded",
     "onnxruntime/gated_delta_net_delta_rule": "verify.adapters.onnx_operators:GatedDeltaNetDelta",
     "onnxruntime/linear_attention": "verify.adapters.onnx_operators:LinearAttention",
     "onnxruntime/linear_attention_kda": "verify.adapters.onnx_operators:LinearAttentionKda",

