@@ -184,4 +184,5 @@ class Conv(Operator):
 
 def _sorted(x: Tensor, axis: int, heads: int) -> Tensor:
     """The heads on an axis, those that are apart by a multiple of the axis's length over `heads` side by side."""
-    return x.unflatten(axis, (heads, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    apart: Tensor = x.unflatten(axis, (heads, -1))
+    return apart.transpose(axis, axis + 1).flatten(axis, axis + 1)

@@ -120,7 +120,8 @@ def _model_of_nodes(nodes: Sequence[Any], inputs: Mapping[str, Tensor], outputs:
     from onnx import defs, helper
 
     made = {name for node in nodes for name in node.output}
-    copies, versions = [], {}
+    copies: list[Any] = []
+    versions: dict[str, int] = {}
     for node in nodes:
         copies.append(copy := type(node)())
         copy.CopyFrom(node)
