@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib.util
+import importlib.metadata
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
 from verify.adapters.foreign import Call, FileAdapter, Place
 
+PACKAGE = "libggml-python"
 F32 = 0  # of enum ggml_type
 ROOM = 1 << 24  # bytes for the graph and for what operators keep meanwhile
 
@@ -67,14 +68,10 @@ class Graph:
 
 @functools.cache
 def _function(name: str, returns: Any = Pointer) -> Any:
-    spec = importlib.util.find_spec("libggml")
-    assert spec is not None and spec.submodule_search_locations is not None
-    function = getattr(_library(f"{spec.submodule_search_locations[0]}/lib64/libggml-cpu.so"), name)
+    library = importlib.metadata.distribution(PACKAGE).locate_file("libggml/lib64/libggml-cpu.so")
+    function = getattr(ctypes.CDLL(str(library)), name)
     function.restype = returns
     return function
-
-
-_library = functools.cache(ctypes.CDLL)
 
 
 @contextlib.contextmanager
@@ -90,7 +87,7 @@ def _graph(tensors: Iterable[Tensor]) -> Iterator[Graph]:
 class Operator(FileAdapter):
     """An operator of ggml, or several."""
 
-    requires: ClassVar[dict[str, str]] = {"libggml-python": "0.20.2"}
+    requires: ClassVar[dict[str, str]] = {PACKAGE: "0.20.2"}
     _named_by = "node"
 
     @abc.abstractmethod

@@ -31,6 +31,13 @@ DENSE = Domain(gate_dtypes=("input",), grouped_heads=False, packed=False, qk_nor
 CONV = ModuleDomain("causal_conv1d", packed=False, state_columns="W-1", views=False, backward=False)
 
 
+def node(kind: str, inputs: str, outputs: str, domain: str = MICROSOFT, **options: Any) -> Any:
+    """A node of a model, whose inputs and outputs have the names of the operation's tensors."""
+    from onnx import helper
+
+    return helper.make_node(kind, inputs.split(), outputs.split(), domain=domain, **options)
+
+
 class GatedDeltaNet(OnnxAdapter):
     """GatedDeltaNet of com.microsoft: packed or not, with gates and L2 norm in the kernel. Decay and beta have one dtype.
 
@@ -45,16 +52,11 @@ class GatedDeltaNet(OnnxAdapter):
     domain = PACKED
 
     def model(self, x: Inputs) -> Any:
-        from onnx import helper
-
-        gate, beta = x.get("a") is not None, x.get("b") is not None
-        bound = x.get("lower_bound")
-        tokens = ["q", "k", "v", "cu_seqlens", "a" if gate else "g", "b" if beta else "beta"]
-        return helper.make_node(
+        gate, beta, bound = x.get("a") is not None, x.get("b") is not None, x.get("lower_bound")
+        return node(
             "GatedDeltaNet",
-            [*tokens, "state", "A_log", "dt_bias"],
-            ["o", "final_state"],
-            domain=MICROSOFT,
+            f"q k v cu_seqlens {'a' if gate else 'g'} {'b' if beta else 'beta'} state A_log dt_bias",
+            "o final_state",
             update_rule=self.rule,
             scale=x.scale or 0.0,
             qk_l2_norm=int(x.qk_norm),
@@ -103,12 +105,9 @@ class LinearAttention(OnnxAdapter):
     domain = dataclasses.replace(DENSE, dtypes=("fp32", "fp16"))
 
     def model(self, x: Inputs) -> Any:
-        from onnx import helper
-
-        inputs, outputs = ["q", "k", "v", "state", "g", "beta"], ["o", "final_state"]
         heads = {"q_num_heads": x.q.shape[2], "kv_num_heads": x.v.shape[2]}
         options = {"update_rule": self.rule, "scale": x.scale or 0.0, "domain": self.namespace}
-        return helper.make_node("LinearAttention", inputs, outputs, **options, **heads)
+        return node("LinearAttention", "q k v state g beta", "o final_state", **options, **heads)
 
 
 class LinearAttentionKda(LinearAttention):
@@ -151,11 +150,8 @@ class Conv(OnnxAdapter):
     domain = dataclasses.replace(CONV, dtypes=("fp32", "fp16"))
 
     def model(self, x: Inputs) -> Any:
-        from onnx import helper
-
-        inputs, outputs = ["x", "weight", "bias", "state"], ["y", "final_state"]
         options = {"activation": x.activation or "none", "domain": self.namespace}
-        return helper.make_node("CausalConvWithState", inputs, outputs, **options)
+        return node("CausalConvWithState", "x weight bias state", "y final_state", **options)
 
 
 class Conv27(Conv):
@@ -184,10 +180,8 @@ class ConvVarlen(OnnxAdapter):
     domain = dataclasses.replace(Conv.domain, packed=True, batched=False, empty=False, offsets=("int32",))
 
     def model(self, x: Inputs) -> Any:
-        from onnx import helper
-
-        inputs, outputs = ["x", "weight", "cu_seqlens", "bias", "state"], ["y", "final_state"]
-        return helper.make_node("VarlenCausalConvWithState", inputs, outputs, domain=MICROSOFT, activation=x.activation or "none")
+        activation = x.activation or "none"
+        return node("VarlenCausalConvWithState", "x weight cu_seqlens bias state", "y final_state", activation=activation)
 
 
 class Gate(OnnxAdapter):
@@ -199,13 +193,8 @@ class Gate(OnnxAdapter):
     domain = ModuleDomain("gdn_gate", dtypes=("fp32",), negative_eigenvalues=False, views=False, backward=False)
 
     def model(self, x: Inputs) -> Any:  # noqa: ARG002
-        from onnx import helper
-
-        return [
-            helper.make_node("Exp", ["A_log"], ["rate"]),
-            helper.make_node("Neg", ["rate"], ["decay_scale"]),
-            helper.make_node("LinearAttentionGate", ["a", "dt_bias", "decay_scale", "b"], ["g", "beta"], domain=MICROSOFT),
-        ]
+        rate = [node("Exp", "A_log", "rate", domain=""), node("Neg", "rate", "decay_scale", domain="")]
+        return [*rate, node("LinearAttentionGate", "a dt_bias decay_scale b", "g beta")]
 
 
 class GatedNorm(OnnxAdapter):
@@ -217,7 +206,4 @@ class GatedNorm(OnnxAdapter):
     domain = ModuleDomain("gated_rms_norm", eps=("1e-6", "1e-5"), gatings=("silu", "sigmoid"), views=False, backward=False)
 
     def model(self, x: Inputs) -> Any:
-        from onnx import helper
-
-        options = {"epsilon": x.eps, "activation": x.get("gating") or "silu"}
-        return helper.make_node("GatedRMSNorm", ["x", "weight", "z"], ["y"], domain=MICROSOFT, **options)
+        return node("GatedRMSNorm", "x weight z", "y", epsilon=x.eps, activation=x.get("gating") or "silu")
