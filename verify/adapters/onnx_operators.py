@@ -106,8 +106,8 @@ class LinearAttention(OnnxAdapter):
 
     def model(self, x: Inputs) -> Any:
         heads = {"q_num_heads": x.q.shape[2], "kv_num_heads": x.v.shape[2]}
-        options = {"update_rule": self.rule, "scale": x.scale or 0.0, "domain": self.namespace}
-        return node("LinearAttention", "q k v state g beta", "o final_state", **options, **heads)
+        options = {"update_rule": self.rule, "scale": x.scale or 0.0}
+        return node("LinearAttention", "q k v state g beta", "o final_state", self.namespace, **options, **heads)
 
 
 class LinearAttentionKda(LinearAttention):
