@@ -14,7 +14,7 @@ from properties.rules.domain import Domain
 from verify.adapters.onnx_adapter import OnnxAdapter
 
 MICROSOFT = "com.microsoft"
-ONNX = {"onnx": "1.23.1"}  # the first with opset 27
+ONNX = {"onnx": "1.23.1"}  # it has opset 27
 RUNTIME = {"onnxruntime": "1.32.0", **ONNX}
 ROWS = {**dict.fromkeys("qk", "B*T H K"), **dict.fromkeys("vo", "B*T HV V"), **dict.fromkeys(("g", "a", "beta", "b"), "B*T HV")}
 PACKED = Domain(
