@@ -539,7 +539,7 @@ def test_released_module_holds_under_every_law(spec: str, worker: Worker, store:
     need_adapter(spec)
     reports = checked(spec, None, FEW, worker, store)
     assert not_held(reports) == {}
-    assert sum(report.verdict is Verdict.HOLDS for report in reports) >= 8
+    assert sum(report.verdict is Verdict.HOLDS for report in reports) >= 7
     assert all("NO LONGER" not in line for report in reports for line in report.known)
 
 
