@@ -558,9 +558,11 @@ def cuts(domain: Any) -> Callable[[Any], range]:
 
 def outside_of_cut(domain: Any, example: Example) -> str | None:
     """Return why the parts of a cut are outside the domain, or None."""
-    step = domain.length_step
+    step, lengths = getattr(domain, "length_step", 1), example.case.lengths
     if example.at is not None and example.at % step:
         return f"at={example.at}: every length must be a multiple of {step}"
+    if example.at is not None and not domain.empty and min(lengths) <= example.at:
+        return f"lengths={text_of(lengths)}: cut at {example.at}, a sequence would have no tokens left"
     if example.case.packed and len(example.case.lengths) > 1 and (one_initial_state(domain) or one_final_state(domain)):
         return f"lengths={text_of(example.case.lengths)}: the states of several packed sequences cannot be carried over a cut"
     return None

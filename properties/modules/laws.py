@@ -270,7 +270,11 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "a sequence may be cut anywhere if the state is carried over the cut, backward too",
             lambda domain: examples_of(
-                _stateful(domain, **({} if domain.empty or not domain.batched else {"packed": False}), sequences=(1, 2)),
+                _stateful(
+                    domain,
+                    **({} if domain.empty or not domain.batched else {"packed": False}),
+                    sequences=(1, 2 if domain.empty or domain.batched else 1),  # one part of several sequences may have empty ones
+                ),
                 common_laws.inner,
             ),
             common_laws.cut,
@@ -278,6 +282,7 @@ MODULE_LAWS: dict[str, Law] = {
             common_laws.first_of(common_laws.require(initial_state=True, final_state=True), common_laws.two_tokens),
             common_laws.has_words(final_state="yes"),
             place=common_laws.inner,
+            outside=common_laws.outside_of_cut,
         ),
         _law(
             "absent",

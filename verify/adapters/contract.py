@@ -1,4 +1,4 @@
-"""What a call must return: the operation of a call, and the shape and dtype of each of its outputs."""
+"""What a call must have and return: its operation, legal inputs, and the shape and dtype of each of its outputs."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -75,3 +75,15 @@ def sizes_of(operation: Operation, inputs: Inputs) -> dict[str, int]:
     if (layer := inputs.get("layer")) is not None:
         sizes["K"] = layer.key_dim  # no input has this axis if there is no initial state
     return sizes
+
+
+def check_legal(domain: Any, x: Inputs) -> None:
+    """Raise ValueError for a call with illegal shapes or offsets, or without a tensor that it must have."""
+    operation = contract_of(domain, x)
+    left_out = {"g", "beta"} if isinstance(domain, Domain) and domain.left_out != ("none",) else set()
+    left_out |= {"b"} if isinstance(domain, ModuleDomain) and not domain.beta else set()
+    ports = tuple(dataclasses.replace(port, optional=port.optional or port.name in left_out) for port in operation.inputs)
+    packs = ["cu_seqlens"] * any("N" in port.axes.split() for port in ports)
+    names = {*packs, *(port.name for port in ports), *operation.options}
+    legal = dataclasses.replace(operation, inputs=ports)
+    legal.check(Inputs(**{name: value for name, value in x.items() if name in names}))

@@ -15,10 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from oracles.layer import Layer
 from oracles.operation import DTYPES, NAMES, Inputs, gradient_name
-from properties.modules.domain import ModuleDomain
-from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.adapters.contract import contract_of, sizes_of, wanted
+from verify.adapters.contract import check_legal, contract_of, sizes_of, wanted
 
 WORDS = {**NAMES, torch.float64: "fp64", torch.int32: "int32", torch.int64: "int64"}  # the dtypes, as the other side reads them
 Outputs = tuple[Tensor | None, ...]
@@ -29,8 +27,8 @@ class ForeignAdapter(Adapter):
     """An implementation that gets other things than tensors of torch, by the operation's names.
 
     - `layout`: for each tensor, those of its axes that come last on the other side, in their order, such as {"state": "V K"}. Axes
-      that are joined by `*` are one axis there, such as {"q": "B T H*K"}. A gradient has the layout of its input, and the cotangent
-      of an output that of the output.
+      that are joined by `*` are one axis there, such as {"q": "B T H*K"}, and `1` is an axis of one element, such as
+      {"weight": "D 1 W"}. A gradient has the layout of its input, and the cotangent of an output that of the output.
     - `absent`: what fills a tensor that a call does not have, such as {"state": 0.0}. Other absent tensors are not passed.
     """
 
@@ -190,7 +188,7 @@ class Call:
         """Where an input or an output lies on the other side. ValueError if its layout is none."""
         ports = (*self.operation.inputs, *self.operation.outputs)
         axes = next((port.axes.split() for port in ports if port.name == name), [])
-        last = [word.split("*") for word in self._layout.get(name, "").split()]
+        last: list[list[str]] = [[] if word == "1" else word.split("*") for word in self._layout.get(name, "").split()]
         named = [axis for group in last for axis in group]
         if not {*named} <= {*axes} or len({*named}) < len(named):
             raise ValueError(f"layout of {name} must name some of the axes {' '.join(axes)}, each once, got {self._layout[name]!r}")
@@ -213,13 +211,7 @@ class Call:
 
     def check_legal(self) -> None:
         """Raise ValueError for a call with illegal shapes or offsets, or without a tensor that it must have."""
-        left_out = {"g", "beta"} if isinstance(self._domain, Domain) and self._domain.left_out != ("none",) else set()
-        left_out |= {"b"} if isinstance(self._domain, ModuleDomain) and not self._domain.beta else set()
-        ports = tuple(dataclasses.replace(port, optional=port.optional or port.name in left_out) for port in self.operation.inputs)
-        packs = ["cu_seqlens"] * any("N" in port.axes.split() for port in ports)
-        names = {*packs, *(port.name for port in ports), *self.operation.options}
-        legal = dataclasses.replace(self.operation, inputs=ports)
-        legal.check(Inputs(**{name: value for name, value in self.x.items() if name in names}))
+        check_legal(self._domain, self.x)
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """The options of the call, also those that are None. The widths of a layer are called layer.hidden and so on."""

@@ -25,8 +25,9 @@ TYPES = {  # the numbers of onnx.TensorProto
 class OnnxAdapter(FileAdapter):
     """A model that computes an operation. It has no gradients.
 
-    - `model`: the path of a model, an `onnx.ModelProto`, an `onnx.NodeProto`, or a method that returns one of these for the inputs
-      `x` of a call, which are tensors of torch. A node lists all the inputs that it can have: those that a call lacks are left out.
+    - `model`: the path of a model, an `onnx.ModelProto`, an `onnx.NodeProto` or several in a list, or a method that returns one of
+      these for the inputs `x` of a call, which are tensors of torch. A node lists all the inputs that it can have: those that a
+      call lacks are left out.
     - `names`: for each tensor that the model calls otherwise, its name there, such as {"state": "past_state"}.
     - `runtime`: "onnxruntime", on a CPU, or "reference", the evaluator of the package onnx.
     - `folder`, `layout` and `absent` as for a FileAdapter.
@@ -61,7 +62,8 @@ class OnnxAdapter(FileAdapter):
         if isinstance(model, str):
             model = self._path(model)
         else:
-            model = (_model_of_node(model, inputs, outputs) if hasattr(model, "op_type") else model).SerializeToString()
+            nodes = model if isinstance(model, list | tuple) else [model] * hasattr(model, "op_type")
+            model = (_model_of_nodes(nodes, inputs, outputs) if nodes else model).SerializeToString()
         runs = _loaded(self.runtime, model)
         for kind, names, there in (("input", inputs, runs.inputs), ("output", outputs, runs.outputs)):
             if lacking := {*names} - {*there}:
@@ -113,18 +115,22 @@ def _loaded(runtime: str, model: str | bytes) -> _InOnnxruntime | _InReference:
     return _InOnnxruntime(model) if runtime == "onnxruntime" else _InReference(model)
 
 
-def _model_of_node(node: Any, inputs: Mapping[str, Tensor], outputs: Collection[str]) -> Any:
-    """The model of one node, for inputs of these shapes. Inputs that it lists and the call lacks are left out."""
+def _model_of_nodes(nodes: Sequence[Any], inputs: Mapping[str, Tensor], outputs: Collection[str]) -> Any:
+    """The model of these nodes, for inputs of these shapes. Inputs that they list and the call lacks are left out."""
     from onnx import defs, helper
 
-    copy = type(node)()
-    copy.CopyFrom(node)
-    copy.input[:] = [name if name in inputs else "" for name in node.input]
-    schema = defs.has(node.op_type, node.domain) and defs.get_schema(node.op_type, node.domain)
-    version = helper.make_opsetid(node.domain, schema.since_version if schema else 1)
-    shapes = {name: (TYPES[x.dtype], [*x.shape]) for name, x in inputs.items() if name in node.input}
+    made = {name for node in nodes for name in node.output}
+    copies: list[Any] = []
+    versions: dict[str, int] = {}
+    for node in nodes:
+        copies.append(copy := type(node)())
+        copy.CopyFrom(node)
+        copy.input[:] = [name if name in inputs or name in made else "" for name in node.input]
+        schema = defs.has(node.op_type, node.domain) and defs.get_schema(node.op_type, node.domain)
+        versions[node.domain] = max(schema.since_version if schema else 1, versions.get(node.domain, 1))
+    shapes = {name: (TYPES[inputs[name].dtype], [*inputs[name].shape]) for copy in copies for name in copy.input if name in inputs}
     takes = [helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items()]
-    gives = [helper.make_empty_tensor_value_info(name) for name in outputs if name in node.output]
-    graph = helper.make_graph([copy], node.op_type, takes, gives)
-    least = helper.find_min_ir_version_for([version], ignore_unknown=True)
-    return helper.make_model(graph, opset_imports=[version], ir_version=least)
+    gives = [helper.make_empty_tensor_value_info(name) for name in outputs if name in made]
+    graph = helper.make_graph(copies, nodes[-1].op_type, takes, gives)
+    opsets = [helper.make_opsetid(*version) for version in versions.items()]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets, ignore_unknown=True))

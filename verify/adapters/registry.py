@@ -34,6 +34,19 @@ KERNELS = {
     "transformers/recurrent": "verify.adapters.transformers:Recurrent",
     "flashinfer/prefill": "verify.adapters.flashinfer_kernels:Prefill",
     "flashinfer/prefill_reference": "verify.adapters.flashinfer_references:PrefillReference",
+    "onnxruntime/gated_delta_net": "verify.adapters.onnx_operators:GatedDeltaNet",
+    "onnxruntime/gated_delta_net_kda": "verify.adapters.onnx_operators:GatedDeltaNetKda",
+    "onnxruntime/gated_delta_net_bounded": "verify.adapters.onnx_operators:GatedDeltaNetBounded",
+    "onnxruntime/gated_delta_net_delta_rule": "verify.adapters.onnx_operators:GatedDeltaNetDelta",
+    "onnxruntime/linear_attention": "verify.adapters.onnx_operators:LinearAttention",
+    "onnxruntime/linear_attention_kda": "verify.adapters.onnx_operators:LinearAttentionKda",
+    "onnxruntime/linear_attention_delta_rule": "verify.adapters.onnx_operators:LinearAttentionDelta",
+    "onnxruntime/linear_attention_27": "verify.adapters.onnx_operators:LinearAttention27",
+    "onnx/linear_attention": "verify.adapters.onnx_operators:LinearAttentionReference",
+    "ggml/gated_delta_net": "verify.adapters.ggml:GatedDeltaNet",
+    "ggml/gated_delta_net_kda": "verify.adapters.ggml:GatedDeltaNetKda",
+    "mlx/gated_delta": "verify.adapters.mlx_kernels:GatedDelta",
+    "vllm_cpu/chunk": "verify.adapters.vllm_cpu:Chunk",
 }
 MODULES = {
     "fla/conv": "verify.adapters.fla_modules:Conv",
@@ -56,6 +69,17 @@ MODULES = {
     "transformers/conv_update": "verify.adapters.transformers_modules:ConvUpdate",
     "transformers/l2norm": "verify.adapters.transformers_modules:L2Norm",
     "transformers/gated_norm": "verify.adapters.transformers_modules:GatedNorm",
+    "onnxruntime/conv": "verify.adapters.onnx_operators:Conv",
+    "onnxruntime/conv_27": "verify.adapters.onnx_operators:Conv27",
+    "onnxruntime/conv_varlen": "verify.adapters.onnx_operators:ConvVarlen",
+    "onnxruntime/gdn_gate": "verify.adapters.onnx_operators:Gate",
+    "onnxruntime/gated_norm": "verify.adapters.onnx_operators:GatedNorm",
+    "onnx/conv": "verify.adapters.onnx_operators:ConvReference",
+    "ggml/conv": "verify.adapters.ggml:Conv",
+    "vllm_cpu/gdn_gate": "verify.adapters.vllm_cpu:Gate",
+    "vllm_cpu/conv": "verify.adapters.vllm_cpu:Conv",
+    "vllm_cpu/conv_update": "verify.adapters.vllm_cpu:ConvUpdate",
+    "vllm_cpu/conv_update_vec": "verify.adapters.vllm_cpu:ConvUpdateVec",
 }
 PATHS = {
     "gdn/layer": "verify.adapters.gdn.adapter:GdnLayer",
@@ -96,6 +120,7 @@ POOLS = {
     "vllm/recurrent_kda": "verify.adapters.vllm_kda:RecurrentKda",
     "vllm/packed_decode_kda": "verify.adapters.vllm_kda:PackedDecodeKda",
     "vllm/prefill": "verify.adapters.vllm_pools:Prefill",
+    "vllm_cpu/decode": "verify.adapters.vllm_cpu:Decode",
 }
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
