@@ -9,6 +9,7 @@ import sys
 from packaging.version import InvalidVersion, Version
 
 from oracles import PRODUCTS
+from properties.words.line import MAX_TOKENS
 from properties.words.names import unknown
 from verify.engine.power import KILLS
 from verify.engine.profiles import PROFILES
@@ -201,6 +202,13 @@ def positive_word(word: str) -> int:
     """Parse a small whole number from 1 up."""
     if not (word.isdecimal() and 1 <= int(word) <= 256):
         raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
+    return int(word)
+
+
+def tokens_word(word: str) -> int:
+    """Parse a number of tokens."""
+    if not (word.isdecimal() and 2 <= int(word) <= MAX_TOKENS):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 2..{MAX_TOKENS}, got {word!r}")
     return int(word)
 
 
