@@ -26,7 +26,8 @@ class Pooled(Adapter):
 
     def __init__(self, pool: Adapter) -> None:
         self.pool, self.domain, self.algorithm, self.chunk = pool, rule_domain(pool.domain), pool.algorithm, pool.chunk
-        self.products, self.requires, self.api, self.omits, self.cost = pool.products, pool.requires, pool.api, pool.omits, pool.cost
+        for name in ("products", "requires", "api", "omits", "cost"):
+            setattr(self, name, getattr(pool, name))
 
     def bring(self) -> None:
         self.pool.bring()

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import deadline_of, device_of, read_deny_list
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.terminal import print_line
-from verify.engine.across import Site, SiteVerdict, SiteWorkers
+from verify.engine.across import Site, SiteWorkers
 from verify.engine.asking import describe
 from verify.engine.twin.cases import cases_of, comparable
 from verify.engine.twin.causes import SIDES
@@ -27,6 +28,7 @@ from verify.findings.text_table import text_table
 
 TOKENS = {"quick": 1024, "interpreted": 192, "slow": 64}  # on a CPU, by what a token costs
 ON_GPU = 4096
+VISIBLE = 0.005  # a smaller share is printed as a dash
 CODES = {Answer.SAME: HOLDS, Answer.ROUNDING: HOLDS, Answer.WRONG: BROKEN, Answer.UNDECIDED: UNDECIDED}
 
 
@@ -43,16 +45,18 @@ def twin(options: argparse.Namespace) -> int:
         sides = [_side(one, spec, device) for one, spec in zip(placed, specs, strict=True)]
         domains = [side.domain for side in sides]
         if domains[0].operation != domains[1].operation:
-            raise ValueError(f"both must be of one operation, got {domains[0].operation} of {specs[0]} and {domains[1].operation} of {specs[1]}")
+            words = " and ".join(f"{domain.operation} of {spec}" for domain, spec in zip(domains, specs, strict=True))
+            raise ValueError(f"both must be of one operation, got {words}")
         costs = [one.described[spec].cost for one, spec in zip(placed, specs, strict=True)]
         tokens = options.tokens or (ON_GPU if device == "cuda" else min(TOKENS[cost] for cost in costs))
         cases = cases_of(domains, tokens, device, options.seed)
         laws = sorted({*shared_promises(sides).values()})
         asked = argparse.Namespace(law=laws, profile="least", seed=options.seed)
         lines = [drawn(asked, side.spec, side.workers.place, side.workers.worker(device), device) if laws else [] for side in sides]
-        folder, tune = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-")), str(options.seed) * (device == "cuda")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-"))
+        tune = str(options.seed) if device == "cuda" else ""
         with progress() as tell:
-            found = twins(sides, cases, lines, (device, tune), folder, tell)
+            found = twins(sides, cases, lines, (device, tune), folder, min(os.cpu_count() or 1, 2), tell)
     print_troubles(store, None)
     if options.json:
         print_json(_data(sides, device, found))
@@ -90,14 +94,15 @@ def _print(sides: Sequence[Side], found: Twins) -> None:
         terminal.write("\n".join(["", *text_table(header, rows, {1, 2, 3}), ""]), sys.stdout)
         for label, text in _about(pair.unequal, drift):
             print_line(f"{label:<14}{text}")
-    if pair.causes:
-        rows = [(cause.knob, f"{cause.share:.0%}" if cause.share > 0 else "-", cause.switch) for cause in pair.causes]
+    if found.causes:
+        known = [(cause, cause.share >= VISIBLE) for cause in found.causes]
+        rows = [(cause.knob, f"{cause.share:.0%}" if seen else "-", cause.switch * seen) for cause, seen in known]
         terminal.write("\n".join(["", *text_table(("switched", "explains", "best switch"), rows, {1}), ""]), sys.stdout)
     for words in (words for pair in found.pairs for words in pair.left):
         print_line(f"{'not called':<14}{words}")
     for number, name in enumerate(SIDES):
-        for pair in found.pairs:
-            print_line(f"{'distance':<14}{name}: {_distance(pair.cells[number])}")
+        cell = found.distance(number)
+        print_line(f"{'distance':<14}{name}: {cell.short}" + (f": {cell.reason}" if cell.reason else " of the tolerance"))
     for kept in found.promises:
         words = ", ".join(f"{name} {cell.short}" for name, cell in zip(SIDES, kept.cells, strict=True))
         print_line(f"{'promise':<14}{kept.promise} (law {kept.law}): {words}")
@@ -122,11 +127,7 @@ def _about(unequal: dict[str, float], drift: Drift) -> list[tuple[str, str]]:
 def _cause(found: Twins) -> str:
     if found.cause:
         return f"{found.cause.knob}: {found.cause.switch} explains {found.cause.share:.0%} of the squared difference"
-    return f"no single switch explains {EXPLAINS:.0%}" if found.widest.causes else "there is no difference"
-
-
-def _distance(cell: SiteVerdict) -> str:
-    return f"{cell.short}: {cell.reason}" if cell.reason else f"{cell.short} of the tolerance"
+    return f"no single switch explains {EXPLAINS:.0%}" if found.causes else "there is no difference"
 
 
 def _data(sides: Sequence[Side], device: str, found: Twins) -> dict[str, Any]:
@@ -140,8 +141,11 @@ def _data(sides: Sequence[Side], device: str, found: Twins) -> dict[str, Any]:
         "answer": str(found.answer),
         "wrong": found.wrong,
         "cause": dataclasses.asdict(found.cause) if found.cause else None,
+        "causes": [_finite(dataclasses.asdict(cause)) for cause in found.causes],
         "cases": [_finite({**dataclasses.asdict(pair), "cells": [cell.to_json() for cell in pair.cells]}) for pair in found.pairs],
-        "promises": [{"promise": kept.promise, "law": kept.law, "cells": [cell.to_json() for cell in kept.cells]} for kept in found.promises],
+        "promises": [
+            {"promise": kept.promise, "law": kept.law, "cells": [cell.to_json() for cell in kept.cells]} for kept in found.promises
+        ],
     }
 
 

@@ -98,7 +98,10 @@ class SiteWorkers:
         self._closed = False
 
     def cell(self, run: Run, declared: dict[str, Any] | None = None) -> SiteVerdict:
-        """What a line is here, with `declared` in place of what the adapter declares. A crash or a hang is BROKEN, as for `repeat`."""
+        """What a line is here. A crash or a hang is BROKEN, as for `repeat`.
+
+        `declared` replaces what the adapter declares (verify/execution/execute.py).
+        """
         if self.place.trouble:
             return SiteVerdict(NOT, reason=self.place.trouble)
         if run.device == "cuda" and not devices.gpus():

@@ -12,7 +12,6 @@ from typing import Any
 from properties.books import book_of
 from properties.calls.case import CallCase
 from properties.pools.domain import PoolDomain
-from properties.rules.numbers import NORM_EPS
 from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
@@ -24,7 +23,7 @@ from verify.bench.places import layout, where
 from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_for, adapter_of, following, judged, on_device
 from verify.execution.line import Run
-from verify.execution.norms import with_norm
+from verify.execution.norms import norm_in, with_norm
 from verify.execution.outside import outside
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
@@ -88,7 +87,7 @@ def _executed(
         bench = kind(adapter, counterpart, case, run.products, run.device)
         bench.ready = ready
         if norm:
-            bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
+            bench.norm = norm_in(norm)
         elif declared:
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update({name: value for name, value in declared.items() if name != "domain"})

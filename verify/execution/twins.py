@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judging import adapter_for, following
 from verify.execution.line import Run
+from verify.execution.norms import norm_in
 from verify.gpu import device as devices
 from verify.process.messages import Way, Went
 
@@ -38,7 +40,7 @@ def went(asked: Way) -> Went:
     counterpart = adapter_for(run, adapter.counterpart) if adapter.counterpart and asked.way == STEPS else None
     assert counterpart is None or isinstance(counterpart, Adapter), run
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
-    bench.norm = dict(asked.norm)
+    bench.norm = norm_in(asked.norm)
 
     def call(inputs: Inputs) -> Results:
         return bench.run(inputs, None, counterpart=counterpart is not None and inputs.get("state") is not None)
@@ -55,7 +57,8 @@ def went(asked: Way) -> Went:
         return Went(reason=str(error))
     except (AdapterFault, OutOfMemory, torch.OutOfMemoryError) as error:
         return Went(reason=short(error), spent=bool(devices.lost(run.device)))
-    np.savez(asked.file, **{name: x.detach().double().cpu().numpy() for name, x in results.items()})
+    arrays: dict[str, Any] = {name: x.detach().double().cpu().numpy() for name, x in results.items()}
+    np.savez(asked.file, **arrays)
     return Went({name: NAMES.get(x.dtype, "fp64") for name, x in results.items()})
 
 
@@ -85,9 +88,7 @@ def rows_of(spec: Operation, inputs: Inputs, rows: Sequence[int]) -> Inputs:
     return inputs.replaced(**{name: inputs[name][[*rows]] for name in names})
 
 
-def in_parts(
-    call: Call, spec: Operation, inputs: Inputs, size: int, carried: Carried, most_s: float | None = None
-) -> Results:
+def in_parts(call: Call, spec: Operation, inputs: Inputs, size: int, carried: Carried, most_s: float | None = None) -> Results:
     """The results of a call in parts of `size` tokens, between which states are `carried`.
 
     The call is a batch, or one packed sequence. TooSlow if single tokens would take more than `most_s` seconds.
@@ -104,4 +105,3 @@ def in_parts(
         if most_s is not None and len(rows) == TRIED and one_s * tokens / size > most_s:
             raise TooSlow(f"a call of {size} tokens takes {one_s:.2g} s")
     return {**got, y: torch.cat(rows, 1)}
-

@@ -73,7 +73,9 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
     reason = ""
     for *values, (key, value), (heads, value_heads) in itertools.product(*(words[word] for word in order), widths, HEADS):
         chosen = dict(zip(order, values, strict=True))
-        sizes = {"key_dim": key, "value_dim": value, "heads": heads, "value_heads": value_heads} | ({} if rules else {"hidden": key})
+        sizes = {"key_dim": key, "value_dim": value, "heads": heads, "value_heads": value_heads} | (
+            {} if rules else {"hidden": key}
+        )
         try:
             case = kind(lengths=(tokens,) * (1 if chosen["packed"] else 2), **fixed, **chosen, **sizes)
             found = [_outside(suited(case, domain), domain) for domain in domains]

@@ -1,9 +1,9 @@
 """Which choice of an implementation explains a difference: one is switched at a time, and it is measured what vanishes.
 
-Two switches are made on the implementations themselves, which are called in parts, or on single sequences. The others are made on
-the float64 oracle: it is evaluated with the choice and without it, and the change is taken off the implementation's result. If d is
-the difference of both results and d' what is left of it, the switch explains the share 1 - |d'|^2 / |d|^2. A switch that has nothing
-to do with a difference adds to it, so its share is negative.
+Two switches are made on the implementations themselves, which are called in parts, or on single sequences. The others are made
+on the float64 oracle: it is evaluated with the choice and without it, both are rounded to the dtype of the output, and the change
+is taken off the implementation's result. If d is the difference of both results and d' what is left of it, the switch explains the
+share 1 - |d'|^2 / |d|^2. A switch that has nothing to do with a difference adds to it, so its share is 0 or less.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def changes_of(case: Any, inputs: Inputs, sides: Sequence[Mapping[str, Results]]
     for knob, ways in CALLED.items():
         for side, results in zip(changes[knob], sides, strict=True):
             side.update({words: results[way][y].double() for way, words in ways.items() if way in results})
-    for knob, words, evaluate in _emulations(case, inputs, truth):
+    for knob, words, evaluate in _emulations(case, inputs):
         value = evaluate()[y]
         for side, results in zip(changes[knob], sides, strict=True):
             whole = results["whole"][y]
@@ -79,7 +79,7 @@ def changes_of(case: Any, inputs: Inputs, sides: Sequence[Mapping[str, Results]]
     return changes
 
 
-def _emulations(case: Any, inputs: Inputs, truth: Results) -> Iterator[tuple[str, str, Callable[[], Results]]]:
+def _emulations(case: Any, inputs: Inputs) -> Iterator[tuple[str, str, Callable[[], Results]]]:
     """The knobs of the oracle: the name, a switch in words, and the function that evaluates the oracle with it."""
 
     def exact(call: Inputs) -> Results:
@@ -115,4 +115,3 @@ def _emulations(case: Any, inputs: Inputs, truth: Results) -> Iterator[tuple[str
         for chunk in CHUNKS:
             arithmetic = Nearest.in_chunks(case.dtype, chunk)
             yield CHUNK, f"chunks of {chunk} with operands in {case.dtype}", functools.partial(rounded, arithmetic, inputs)
-

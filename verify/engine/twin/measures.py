@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ def log_probabilities(y: Tensor) -> Tensor:
     """
     wide = y.double()
     size = wide.square().mean(-1, keepdim=True).sqrt()
-    return torch.log_softmax((wide / size.where(size > 0, 1.0)) @ _head(y.shape[-1]), -1)
+    logits: Tensor = (wide / size.where(size > 0, 1.0)) @ _head(y.shape[-1])
+    return torch.log_softmax(logits, -1)
 
 
 @functools.lru_cache(4)
@@ -80,4 +82,4 @@ def stretches(tokens: int) -> list[tuple[int, int]]:
     ends = [0, 1]
     while ends[-1] < tokens:
         ends.append(min(2 * ends[-1], tokens))
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from oracles.operation import Inputs
 from oracles.tolerance import bound
 from properties.books import book_of
 from properties.laws.law import Results, token_output
@@ -24,6 +25,7 @@ Tell = Callable[[str, int, int], None]
 EXPLAINS = 0.3  # a cause that explains less of the squared difference is not named
 # Promises about bits, and the laws that judge them in the books that have these laws.
 JUDGED = {**PROMISES, "deterministic": "again", "position_independent": "batch"}
+_BAD = (HOLDS, NOT, BROKEN)
 
 
 class Answer(enum.StrEnum):
@@ -46,10 +48,10 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A case of both sides: the lines of their law `oracle`, and the distance of each from the truth as a multiple of its tolerance.
+    """A case of both sides: the lines of their law `oracle`, and the distance of each from the truth in multiples of its tolerance.
 
     `y` is the output that is compared by token, and `drift` says how far it is apart; it is None if a side returned nothing.
-    `unequal` has for each output the share of numbers that differ. `causes` explain the difference, the largest share first.
+    `unequal` has for each output the share of numbers that differ.
     `left` has, in words, the ways in which a side could not be called.
     """
 
@@ -58,7 +60,6 @@ class Pair:
     y: str
     drift: Drift | None = None
     unequal: dict[str, float] = dataclasses.field(default_factory=dict)
-    causes: list[Cause] = dataclasses.field(default_factory=list)
     left: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -73,10 +74,11 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Twins:
-    """What was found about two implementations."""
+    """What was found about two implementations. `causes` explain the difference in the `widest` case, the largest share first."""
 
     pairs: list[Pair]
     promises: list[Kept]
+    causes: list[Cause] = dataclasses.field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
@@ -100,11 +102,14 @@ class Twins:
         """The case with the largest difference, in which the cause is looked for."""
         return max(self.pairs, key=lambda pair: max(pair.drift.tokens, default=0.0) if pair.drift else -1.0)
 
+    def distance(self, number: int) -> SiteVerdict:
+        """What the law `oracle` is on one side: the worst of its cases."""
+        return max((pair.cells[number] for pair in self.pairs), key=lambda cell: (_BAD.index(cell.verdict), cell.ratio))
+
     @property
     def cause(self) -> Cause | None:
         """What explains the most, if it explains enough."""
-        causes = self.widest.causes
-        return causes[0] if causes and causes[0].share >= EXPLAINS else None
+        return self.causes[0] if self.causes and self.causes[0].share >= EXPLAINS else None
 
 
 def twins(
@@ -113,30 +118,35 @@ def twins(
     promises: Sequence[Sequence[Run]],
     runs: tuple[str, str],
     folder: str,
+    workers: int,
     tell: Tell,
 ) -> Twins:
-    """Call and judge both sides with each case, on a device and with a word `tune`, which `runs` has. The processes have ended then.
+    """Call and judge both sides with each case. The processes have ended afterwards.
 
-    `promises` are the lines of the laws that judge the promises, for each side. Results are written to files in `folder`.
+    `runs` has the device and the word `tune` of their lines. `promises` are the lines of the laws that judge the promises, for each
+    side. Results are written to files in `folder`. So many sides are asked at a time.
     """
 
     def column(one: SiteWorkers) -> tuple[list[_Case], dict[str, SiteVerdict]]:
         number = [side.workers for side in sides].index(one)
         name, side = SIDES[number], sides[number]
-        found = [
-            _called(side, case, runs, os.path.join(folder, f"{number}-{which}"), name, functools.partial(tell, f"{name}, case {which}"))
-            for which, case in enumerate(cases, 1)
-        ]
+        found = []
+        for which, case in enumerate(cases, 1):
+            step = functools.partial(tell, f"{name}, case {which}")
+            found.append(_called(side, case, runs, os.path.join(folder, f"{number}-{which}"), name, step))
         return found, _worst(one, promises[number], functools.partial(tell, f"{name}, promises"))
 
-    (first, kept), (second, other) = everywhere([side.workers for side in sides], column, min(os.cpu_count() or 1, 2))
+    (first, kept), (second, other) = everywhere([side.workers for side in sides], column, workers)
     none = SiteVerdict(NOT, reason="its law has no case")
     judged = [Kept(name, law, (kept.get(law, none), other.get(law, none))) for name, law in shared_promises(sides).items()]
-    pairs = []
-    for number, (case, one, two) in enumerate(zip(cases, first, second, strict=True), 1):
-        pairs.append(_pair(case, one, two))
-        tell("difference, cases", number, len(cases))
-    return Twins(pairs, judged)
+    calls = list(zip(cases, first, second, strict=True))
+    found = Twins([_pair(*call) for call in calls], judged)
+    widest = found.pairs.index(found.widest)
+    causes = list[Cause]()
+    if found.widest.unequal.get(found.widest.y):
+        tell("causes", 0, 1)
+        causes = _causes(*calls[widest])
+    return dataclasses.replace(found, causes=causes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,18 +189,24 @@ def _worst(one: SiteWorkers, runs: Sequence[Run], tell: Callable[[int, int], Non
 
 
 def _pair(case: Any, *sides: _Case) -> Pair:
-    y = token_output(case.spec)
-    pair = Pair(tuple(side.line for side in sides), tuple(side.cell for side in sides), y, left=[x for side in sides for x in side.left])
+    y, left = token_output(case.spec), [words for side in sides for words in side.left]
+    pair = Pair(tuple(side.line for side in sides), tuple(side.cell for side in sides), y, left=left)
     if not all(WHOLE in side.results for side in sides):
         return pair
     one, other = (side.results[WHOLE] for side in sides)
     unequal = {name: float((one[name].double() != other[name].double()).double().mean()) for name in one if name in other}
+    return dataclasses.replace(pair, drift=drift_of(one[y], other[y], _truth(case)[1][y]), unequal=unequal)
+
+
+def _truth(case: Any) -> tuple[Inputs, Results]:
     inputs = case.inputs("cpu")
-    truth = bound.truth(case.spec_of(inputs), inputs)
-    causes = list[Cause]()
-    if unequal[y]:
-        causes = causes_of(one[y].double(), other[y].double(), changes_of(case, inputs, [side.results for side in sides], truth))
-    return dataclasses.replace(pair, drift=drift_of(one[y], other[y], truth[y]), unequal=unequal, causes=causes)
+    return inputs, bound.truth(case.spec_of(inputs), inputs)
+
+
+def _causes(case: Any, *sides: _Case) -> list[Cause]:
+    inputs, truth = _truth(case)
+    one, other = (side.results[WHOLE][token_output(case.spec)].double() for side in sides)
+    return causes_of(one, other, changes_of(case, inputs, [side.results for side in sides], truth))
 
 
 def shared_promises(sides: Sequence[Side]) -> dict[str, str]:
