@@ -7,9 +7,10 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
+from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import Chunkwise, Serving
 
 
 class Steps(Adapter):
@@ -149,3 +150,23 @@ class Fails(Steps):
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no kernel image")
+
+
+class Chunk64(Chunk48):
+    """Chunks of 64 tokens."""
+
+    chunk = 64
+    size = 64
+
+
+class Pool(Serving):
+    """A kernel on a pool of states."""
+
+    domain = PoolDomain(rule=Domain(backward=False), layout="vk", most_tokens=3)
+
+
+class Forgets(Pool):
+    """It writes no state back to the pool."""
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        pass

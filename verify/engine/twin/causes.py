@@ -75,7 +75,7 @@ def changes_of(case: Any, inputs: Inputs, sides: Sequence[Mapping[str, Results]]
             whole = results["whole"][y]
             change = value.to(whole.dtype).double() - truth[y].to(whole.dtype).double()
             if bool(change.any()):
-                side[f"without {words}"] = whole.double() - change
+                side[words] = whole.double() - change
     return changes
 
 
@@ -97,21 +97,30 @@ def _emulations(case: Any, inputs: Inputs) -> Iterator[tuple[str, str, Callable[
             where = "each token" if size == 1 else f"each {PART} tokens"
             carried = functools.partial(in_dtype, dtype)
             evaluate = functools.partial(in_parts, exact, case.spec_of(inputs), inputs, size, carried)
-            yield STATE, f"a state in {name} after {where}", evaluate
+            yield STATE, f"with exact states in place of {name} after {where}", evaluate
     if getattr(case, "qk_norm", True):
         for form, eps in itertools.product(NORM_FORMS, NORM_EPS):
             if (form, eps) != (case.qk_norm_form, case.qk_norm_eps):
                 other = Inputs(**{**inputs, "qk_norm_eps": NORM_EPS[eps], "qk_norm_form": form})
-                yield EPS, f"eps {eps} {form if form == 'inside' else 'as the least norm'}", functools.partial(exact, other)
+                words = f"with eps {case.qk_norm_eps} in place of {eps}" + f" of the form {form}" * (form != case.qk_norm_form)
+                yield EPS, words, functools.partial(exact, other)
     for name in ("g", "alpha", "beta"):
         if isinstance(given := inputs.get(name), Tensor):
-            yield GATE, f"{name} in bf16", functools.partial(exact, inputs.replaced(**{name: given.bfloat16().to(given.dtype)}))
+            yield (
+                GATE,
+                f"with exact {name} in place of bf16",
+                functools.partial(exact, inputs.replaced(**{name: given.bfloat16().to(given.dtype)})),
+            )
     if isinstance(g := inputs.get("g"), Tensor):
         decayed = g.double().exp().bfloat16().double().log().clamp(min=-1e3).to(g.dtype)
-        yield GATE, "exp(g) in bf16", functools.partial(exact, inputs.replaced(g=decayed))
+        yield GATE, "with exact exp(g) in place of bf16", functools.partial(exact, inputs.replaced(g=decayed))
     if inputs.get("a") is not None or inputs.get("b") is not None or hasattr(inputs.get("layer"), "heads"):
-        yield GATE, "g and beta in bf16", functools.partial(rounded, Nearest.of_gates(BITS["bf16"]), inputs)
+        yield GATE, "with exact g and beta in place of bf16", functools.partial(rounded, Nearest.of_gates(BITS["bf16"]), inputs)
     if case.dtype != "fp32":
         for chunk in CHUNKS:
             arithmetic = Nearest.in_chunks(case.dtype, chunk)
-            yield CHUNK, f"chunks of {chunk} with operands in {case.dtype}", functools.partial(rounded, arithmetic, inputs)
+            yield (
+                CHUNK,
+                f"with exact operands in place of {case.dtype} in chunks of {chunk}",
+                functools.partial(rounded, arithmetic, inputs),
+            )
