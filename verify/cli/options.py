@@ -9,7 +9,6 @@ import sys
 from packaging.version import InvalidVersion, Version
 
 from oracles import PRODUCTS
-from properties.words.line import MAX_TOKENS
 from properties.words.names import unknown
 from verify.engine.power import KILLS
 from verify.engine.profiles import PROFILES
@@ -23,6 +22,7 @@ SWEEP = "sweep"
 ANNOTATIONS = ("github",)
 Release = tuple[tuple[str, str], ...]  # distributions with their versions, which are one place together
 PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+MOST_TOKENS = 65536  # of a sequence of `twin`
 LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
@@ -207,8 +207,8 @@ def positive_word(word: str) -> int:
 
 def tokens_word(word: str) -> int:
     """Parse a number of tokens."""
-    if not (word.isdecimal() and 2 <= int(word) <= MAX_TOKENS):
-        raise argparse.ArgumentTypeError(f"must be a whole number in 2..{MAX_TOKENS}, got {word!r}")
+    if not (word.isdecimal() and 2 <= int(word) <= MOST_TOKENS):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 2..{MOST_TOKENS}, got {word!r}")
     return int(word)
 
 
