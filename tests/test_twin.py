@@ -278,11 +278,11 @@ def test_the_command_prints_a_verdict(capfd: pytest.CaptureFixture[str]) -> None
     assert code == HOLDS
     assert [line.split()[0] for line in out.splitlines() if line][:2] == ["trainer", "server"]
     for words in (
-        "16 to 23",
+        "64 to 71",
         "log-probs     mean",
         "gate precision",
-        "cause         gate precision: server with exact",
-        "promise  ",
+        "cause         split: trainer in parts of 64 tokens explains 100%",
+        "promise       deterministic (law again): trainer holds, server holds",
     ):
         assert words in out
     assert out.rstrip().endswith("verdict       both within rounding")

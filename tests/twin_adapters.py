@@ -92,7 +92,7 @@ class Chunk48(Chunkwise):
 
     chunk = 48
     size = 48
-    domain = Domain(backward=False)
+    domain = Domain(backward=False, dtypes=("fp32",))
 
 
 class Parts(Chunk48):
@@ -157,6 +157,7 @@ class Chunk64(Chunk48):
 
     chunk = 64
     size = 64
+    domain = Domain(backward=False)
 
 
 class Pool(Serving):

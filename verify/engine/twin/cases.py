@@ -1,5 +1,6 @@
 """The cases of `twin`: calls that both implementations promise to take."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ WIDTHS = {"cpu": (32, 64, 16, 128, 8), "cuda": (128, 64, 32, 256, 16, 8)}
 HEADS = ((1, 2), (1, 1))  # q and k, and v
 NORM = ("qk_norm_eps", "qk_norm_form")
 FIRST = {"dtype": ("bf16", "fp16", "fp32"), "qk_norm": (True, False), "dt_bias": (True, False), "conv_bias": (True, False)}
-VARIED = ("dtype", "packed", "in_kernel", "decay", "qk_norm", "dt_bias", "conv_bias", "allow_neg_eigval")
+VARIED = ("dtype", "packed", "in_kernel", "decay", "qk_norm", "dt_bias", "conv_bias", "allow_neg_eigval", "cached", "scale")
 
 
 def comparable(domain: Any) -> Any:
@@ -53,6 +54,11 @@ def suited(case: Any, domain: Any) -> Any:
     return dataclasses.replace(case, **own)
 
 
+def carries(case: Any) -> bool:
+    """Whether calls of a case return the states with which a next call goes on."""
+    return bool(getattr(case, "cached", True)) and getattr(case, "final_states", "each") != "none"
+
+
 def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
     first, kind = domains[0], domains[0].CASE
     rules = isinstance(first, Domain)
@@ -64,13 +70,15 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
             values = values or [*getattr(first, name)][:1]
         if promise.how in ("some", "flag"):
             words[promise.word] = sorted(values, key=(*FIRST.get(promise.word, values), *values).index)
-    words |= {"backward": (False,), "scale": ("default", "one", "half")} if rules else {"backward": (False,), "cached": (True,)}
-    words = {word: values if word in (*VARIED, "scale") else values[:1] for word, values in words.items()}
+    words |= (
+        {"backward": (False,), "scale": ("default", "one", "half")} if rules else {"backward": (False,), "cached": (True, False)}
+    )
+    words = {word: values if word in VARIED else values[:1] for word, values in words.items()}
     fixed = {"operation": first.operation, "seed": seed, "gate": "1000" if rules else "long"}
     widths = [(key, value) for key, value in itertools.product(WIDTHS[device], repeat=2)]
     widths.sort(key=lambda pair: pair[0] != pair[1])
     order = [word for word in VARIED if word in words] + [word for word in words if word not in VARIED]
-    reason = ""
+    reasons = collections.Counter[str]()
     for *values, (key, value), (heads, value_heads) in itertools.product(*(words[word] for word in order), widths, HEADS):
         chosen = dict(zip(order, values, strict=True))
         sizes = {"key_dim": key, "value_dim": value, "heads": heads, "value_heads": value_heads} | (
@@ -83,8 +91,8 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
             found = [str(error)]
         if not any(found):
             return case
-        reason = reason or next(filter(None, found))
-    raise ValueError(f"the two have no case of {tokens} tokens in common: {reason}")
+        reasons.update(filter(None, found))
+    raise ValueError(f"the two have no case of {tokens} tokens in common: {reasons.most_common(1)[0][0]}")
 
 
 def _outside(case: Any, domain: Any) -> str | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class Drift:
     log_max: float
     log_tokens: list[float]
     changed: float
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a token; infinity if one is not a number."""
+        return max((math.inf if math.isnan(token) else token for token in self.tokens), default=0.0)
 
     @property
     def share(self) -> float:

@@ -14,14 +14,15 @@ from properties.laws.law import Results, token_output
 from properties.laws.promises import PROMISES
 from properties.words.example import Example
 from verify.engine.across import BROKEN, HOLDS, NOT, SiteVerdict, SiteWorkers, everywhere
-from verify.engine.twin.cases import norm_of, suited
+from verify.engine.twin.cases import carries, norm_of, suited
 from verify.engine.twin.causes import SIDES, Cause, causes_of, changes_of
 from verify.engine.twin.measures import Drift, drift_of
 from verify.execution.line import Run
-from verify.execution.twins import ALONE, TURNED, WAYS, WHOLE, read
+from verify.execution.twins import ALONE, PARTS, STEPS, TURNED, WAYS, WHOLE, read
 from verify.process.messages import Way, Went
 
 Tell = Callable[[str, int, int], None]
+DEADLINE_S, PATIENT = 240.0, 4096  # for a call in one way; a case of more tokens gets more, in proportion
 EXPLAINS = 0.3  # a cause that explains less of the squared difference is not named
 # Promises about bits, and the laws that judge them in the books that have these laws.
 JUDGED = {**PROMISES, "deterministic": "again", "position_independent": "batch"}
@@ -100,7 +101,7 @@ class Twins:
     @property
     def widest(self) -> Pair:
         """The case with the largest difference, in which the cause is looked for."""
-        return max(self.pairs, key=lambda pair: max(pair.drift.tokens, default=0.0) if pair.drift else -1.0)
+        return max(self.pairs, key=lambda pair: pair.drift.largest if pair.drift else -1.0)
 
     def distance(self, number: int) -> SiteVerdict:
         """What the law `oracle` is on one side: the worst of its cases."""
@@ -164,9 +165,12 @@ def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, 
     products = side.workers.described[side.spec].products if device == "cuda" else "ieee"
     run, norm = Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune), norm_of(case, side.domain)
     found = _Case(str(run), side.workers.cell(run, norm), {}, [])
-    ways = [way for way in WAYS if len(case.lengths) > 1 or way not in (ALONE, TURNED)] if found.cell.verdict != NOT else []
+    several, whole = len(case.lengths) > 1, not carries(run.example.case)
+    left_out = ((ALONE, TURNED) * (not several)) + ((PARTS, STEPS) * whole)
+    ways = [way for way in WAYS if way not in left_out and found.cell.verdict != NOT]
     for done, way in enumerate(ways, 1):
-        answer = side.workers.ask(device, Way(str(side.workers.here(run)), way, f"{file}-{way}.npz", norm), Went)
+        question = Way(str(side.workers.here(run)), way, f"{file}-{way}.npz", norm)
+        answer = side.workers.ask(device, question, Went, DEADLINE_S * max(1.0, case.tokens / PATIENT))
         tell(done, len(ways))
         if isinstance(answer, Went) and not answer.reason:
             found.results[way] = read(f"{file}-{way}.npz", answer.dtypes)
