@@ -156,13 +156,15 @@ def test_the_drift_of_an_output() -> None:
     other[1, 2:] += 0.5
     drift = drift_of(truth, other, truth)
     assert drift.tokens == pytest.approx([0, 0, 0.5 / math.sqrt(2), 0.5 / math.sqrt(2)])
-    assert (drift.unequal, drift.first, drift.share) == ([0.0, 0.0, 0.5, 0.5], 2, 0.25)
+    assert (drift.unequal, drift.first) == ([0.0, 0.0, 0.5, 0.5], 2)
     assert drift.log_max == pytest.approx(0, abs=1e-9), "the head divides by the root mean square"
     other[1, 3, 0, 0] = 9.0
     changed = drift_of(truth, other, truth)
     assert changed.log_tokens[3] > 0.1 and changed.log_tokens[2] == pytest.approx(0, abs=1e-9)
     assert 0 < changed.log_mean < changed.log_max
-    assert drift_of(truth, truth, truth).first is None
+    same = drift_of(truth, truth, truth)
+    assert (same.first, same.largest, same.log_max) == (None, 0.0, 0.0)
+    assert drift_of(truth * torch.nan, truth, truth).largest == math.inf
 
 
 def test_the_head_gives_log_probabilities() -> None:

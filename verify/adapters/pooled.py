@@ -1,6 +1,8 @@
 """A kernel on a pool of states, called as a rule: the states of a call lie in a pool of its own."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from oracles.decode import TOKENS
 from oracles.operation import DTYPES, Inputs, sequences
 from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unsupported
@@ -58,3 +61,11 @@ class Pooled(Adapter):
             o, pool = self.pool.run(call.replaced(**part, pool=pool))
             rows.append(o)
         return torch.cat(rows, 1), pool[owned].contiguous()
+
+
+_pooled = functools.cache(Pooled)
+
+
+def called_with(adapter: Any, case: Any) -> Any:
+    """The adapter of a case's calls: a kernel on a pool is called as a rule if the case is one of a rule."""
+    return _pooled(adapter) if isinstance(case, Case) and isinstance(adapter.domain, PoolDomain) else adapter

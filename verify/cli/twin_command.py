@@ -51,7 +51,7 @@ def twin(options: argparse.Namespace) -> int:
         tokens = options.tokens or (ON_GPU if device == "cuda" else min(TOKENS[cost] for cost in costs))
         cases = cases_of(domains, tokens, device, options.seed)
         laws = sorted({*shared_promises(sides).values()})
-        asked = argparse.Namespace(law=laws, profile="least", seed=options.seed)
+        asked = argparse.Namespace(law=laws, profile="few", seed=options.seed)
         lines = [drawn(asked, side.spec, side.workers.place, side.workers.worker(device), device) if laws else [] for side in sides]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-"))
         tune = str(options.seed) if device == "cuda" else ""
@@ -81,7 +81,8 @@ def _sentence(found: Twins) -> str:
 
 def _print(sides: Sequence[Side], found: Twins) -> None:
     for name, side in zip(SIDES, sides, strict=True):
-        print_line(f"{name:<14}{side.spec}: {side.workers.versions or 'nothing could be loaded'}")
+        place = f" in {side.workers.place.name}" if side.workers.place.option else ""
+        print_line(f"{name:<14}{side.spec}{place}: {side.workers.versions or 'nothing could be loaded'}")
     pair = found.widest
     for name, line in zip(SIDES, pair.lines, strict=True):
         print_line(f"{name:<14}{line}")

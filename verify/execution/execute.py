@@ -15,13 +15,14 @@ from properties.pools.domain import PoolDomain
 from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
+from verify.adapters.pooled import called_with
 from verify.bench.adapter_bench import AdapterBench, Ready
 from verify.bench.call_bench import CallBench
 from verify.bench.compiling import Compiling
 from verify.bench.faults import NoRoom
 from verify.bench.places import layout, where
 from verify.execution.judge import NOTHING
-from verify.execution.judging import adapter_for, adapter_of, following, judged, on_device
+from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
 from verify.execution.norms import norm_in, with_norm
 from verify.execution.outside import outside
@@ -50,7 +51,7 @@ def execute(
       The words `qk_norm_eps` and `qk_norm_form` replace those of the case, and its domain has them too. `domain` has fields of the
       domain, or of a pool's rule, that are replaced.
     """
-    adapter = adapter_for(run)
+    adapter = called_with(adapter_of(run.adapter), run.example.case)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
     if run.outside:

@@ -11,16 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from properties.laws.law import Blind, Breach, Law
-from properties.pools.domain import PoolDomain
-from properties.rules.case import Case
 from properties.words.example import Example
-from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable, Unsupported
 from verify.adapters.loader import AnyAdapter, load
-from verify.adapters.pooled import Pooled
 from verify.bench.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
 from verify.execution.judge import NOTHING, LayOut, Where, judge
-from verify.execution.line import Run
 from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
@@ -31,7 +26,6 @@ from verify.ranks.collectives import Abandoned, Mismatch
 
 T = TypeVar("T")
 _LOADED: dict[str, AnyAdapter] = {}
-_POOLED: dict[str, Pooled] = {}
 
 
 def adapter_of(spec: str) -> AnyAdapter:
@@ -39,15 +33,6 @@ def adapter_of(spec: str) -> AnyAdapter:
     if spec not in _LOADED:
         _LOADED[spec] = load(spec)
     return _LOADED[spec]
-
-
-def adapter_for(run: Run, spec: str | None = None) -> AnyAdapter:
-    """The adapter of a run, or another one. If the case is one of a rule, an adapter of a pool is called as a rule."""
-    name = spec or run.adapter
-    adapter = adapter_of(name)
-    if isinstance(run.example.case, Case) and isinstance(adapter, Adapter) and isinstance(adapter.domain, PoolDomain):
-        return _POOLED.setdefault(name, Pooled(adapter))
-    return adapter
 
 
 def loaded() -> list[AnyAdapter]:

@@ -12,9 +12,10 @@ from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from properties.laws.common import tokens_of
 from properties.laws.law import Results, axes_of, present, token_output
 from verify.adapters.base import Adapter
+from verify.adapters.pooled import called_with
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault, OutOfMemory, short
-from verify.execution.judging import adapter_for, following
+from verify.execution.judging import adapter_of, following
 from verify.execution.line import Run
 from verify.execution.norms import norm_in
 from verify.gpu import device as devices
@@ -35,9 +36,10 @@ class TooSlow(Exception):
 def went(asked: Way) -> Went:
     """Call the implementation of a line in one way, and write its results as float64, which is exact, to a file of numpy."""
     run = Run.parse(asked.line)
-    adapter, case = adapter_for(run), run.example.case
+    case = run.example.case
+    adapter = called_with(adapter_of(run.adapter), case)
     assert isinstance(adapter, Adapter), run
-    counterpart = adapter_for(run, adapter.counterpart) if adapter.counterpart and asked.way == STEPS else None
+    counterpart = called_with(adapter_of(adapter.counterpart), case) if adapter.counterpart and asked.way == STEPS else None
     assert counterpart is None or isinstance(counterpart, Adapter), run
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
     bench.norm = norm_in(asked.norm)

@@ -70,20 +70,17 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
             values = values or [*getattr(first, name)][:1]
         if promise.how in ("some", "flag"):
             words[promise.word] = sorted(values, key=(*FIRST.get(promise.word, values), *values).index)
-    words |= (
-        {"backward": (False,), "scale": ("default", "one", "half")} if rules else {"backward": (False,), "cached": (True, False)}
-    )
+    words |= {"scale": ("default", "one", "half")} if rules else {"cached": (True, False)}
+    words["backward"] = (False,)
     words = {word: values if word in VARIED else values[:1] for word, values in words.items()}
     fixed = {"operation": first.operation, "seed": seed, "gate": "1000" if rules else "long"}
-    widths = [(key, value) for key, value in itertools.product(WIDTHS[device], repeat=2)]
-    widths.sort(key=lambda pair: pair[0] != pair[1])
+    widths = sorted(itertools.product(WIDTHS[device], repeat=2), key=lambda pair: pair[0] != pair[1])
     order = [word for word in VARIED if word in words] + [word for word in words if word not in VARIED]
     reasons = collections.Counter[str]()
     for *values, (key, value), (heads, value_heads) in itertools.product(*(words[word] for word in order), widths, HEADS):
         chosen = dict(zip(order, values, strict=True))
-        sizes = {"key_dim": key, "value_dim": value, "heads": heads, "value_heads": value_heads} | (
-            {} if rules else {"hidden": key}
-        )
+        sizes = {"key_dim": key, "value_dim": value, "heads": heads, "value_heads": value_heads}
+        sizes |= {} if rules else {"hidden": key}
         try:
             case = kind(lengths=(tokens,) * (1 if chosen["packed"] else 2), **fixed, **chosen, **sizes)
             found = [_outside(suited(case, domain), domain) for domain in domains]

@@ -36,11 +36,6 @@ class Drift:
         """The largest difference of a token; infinity if one is not a number."""
         return max((math.inf if math.isnan(token) else token for token in self.tokens), default=0.0)
 
-    @property
-    def share(self) -> float:
-        """The share of numbers that differ."""
-        return sum(self.unequal) / max(len(self.unequal), 1)
-
 
 def log_probabilities(y: Tensor) -> Tensor:
     """The log-probabilities [positions, VOCABULARY] of a fixed random head over outputs y [positions, features], in float64.
@@ -52,14 +47,15 @@ def log_probabilities(y: Tensor) -> Tensor:
     """
     wide = y.double()
     size = wide.square().mean(-1, keepdim=True).sqrt()
-    logits: Tensor = (wide / size.where(size > 0, 1.0)) @ _head(y.shape[-1])
-    return torch.log_softmax(logits, -1)
+    logs: Tensor = torch.log_softmax((wide / size.where(size > 0, 1.0)) @ _head(y.shape[-1]), -1)
+    return logs
 
 
 @functools.lru_cache(4)
 def _head(features: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return SPREAD * features**-0.5 * torch.randn(features, VOCABULARY, generator=generator, dtype=torch.float64)
+    head: Tensor = SPREAD * features**-0.5 * torch.randn(features, VOCABULARY, generator=generator, dtype=torch.float64)
+    return head
 
 
 def drift_of(first: Tensor, second: Tensor, truth: Tensor) -> Drift:

@@ -26,7 +26,7 @@ DEADLINE_S, PATIENT = 240.0, 4096  # for a call in one way; a case of more token
 EXPLAINS = 0.3  # a cause that explains less of the squared difference is not named
 # Promises about bits, and the laws that judge them in the books that have these laws.
 JUDGED = {**PROMISES, "deterministic": "again", "position_independent": "batch"}
-_BAD = (HOLDS, NOT, BROKEN)
+OF_LAYERS = {"split_invariant": "cache", "decode_equals_prefill": "cache", "deterministic": "memory"}
 
 
 class Answer(enum.StrEnum):
@@ -52,8 +52,7 @@ class Pair:
     """A case of both sides: the lines of their law `oracle`, and the distance of each from the truth in multiples of its tolerance.
 
     `y` is the output that is compared by token, and `drift` says how far it is apart; it is None if a side returned nothing.
-    `unequal` has for each output the share of numbers that differ.
-    `left` has, in words, the ways in which a side could not be called.
+    `unequal` has for each output the share of numbers that differ. `left` has, in words, the ways in which a side was not called.
     """
 
     lines: tuple[str, ...]
@@ -105,7 +104,7 @@ class Twins:
 
     def distance(self, number: int) -> SiteVerdict:
         """What the law `oracle` is on one side: the worst of its cases."""
-        return max((pair.cells[number] for pair in self.pairs), key=lambda cell: (_BAD.index(cell.verdict), cell.ratio))
+        return max((pair.cells[number] for pair in self.pairs), key=_badness)
 
     @property
     def cause(self) -> Cause | None:
@@ -165,8 +164,7 @@ def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, 
     products = side.workers.described[side.spec].products if device == "cuda" else "ieee"
     run, norm = Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune), norm_of(case, side.domain)
     found = _Case(str(run), side.workers.cell(run, norm), {}, [])
-    several, whole = len(case.lengths) > 1, not carries(run.example.case)
-    left_out = ((ALONE, TURNED) * (not several)) + ((PARTS, STEPS) * whole)
+    left_out = (ALONE, TURNED) * (len(case.lengths) == 1) + (PARTS, STEPS) * (not carries(run.example.case))
     ways = [way for way in WAYS if way not in left_out and found.cell.verdict != NOT]
     for done, way in enumerate(ways, 1):
         question = Way(str(side.workers.here(run)), way, f"{file}-{way}.npz", norm)
@@ -183,13 +181,16 @@ def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, 
 
 def _worst(one: SiteWorkers, runs: Sequence[Run], tell: Callable[[int, int], None]) -> dict[str, SiteVerdict]:
     """What each law is in its lines: broken if one is, and not asked if none could be."""
-    worst: dict[str, SiteVerdict] = {}
+    cells: dict[str, list[SiteVerdict]] = {}
     for done, run in enumerate(runs, 1):
-        cell, order = one.cell(run), (NOT, HOLDS, BROKEN).index
+        cells.setdefault(run.law, []).append(one.cell(run))
         tell(done, len(runs))
-        if run.law not in worst or order(cell.verdict) > order(worst[run.law].verdict):
-            worst[run.law] = cell
-    return worst
+    decided = {law: [cell for cell in of_law if cell.verdict != NOT] or of_law for law, of_law in cells.items()}
+    return {law: max(of_law, key=_badness) for law, of_law in decided.items()}
+
+
+def _badness(cell: SiteVerdict) -> tuple[int, float]:
+    return (HOLDS, NOT, BROKEN).index(cell.verdict), cell.ratio
 
 
 def _pair(case: Any, *sides: _Case) -> Pair:
@@ -217,7 +218,7 @@ def shared_promises(sides: Sequence[Side]) -> dict[str, str]:
     """The promises about bits that both sides declare, and the law that judges each; none for kernels on pools."""
     first, second = (side.domain for side in sides)
     laws = book_of(first).laws
-    judged = JUDGED | ({} if "cut" in laws else {"split_invariant": "cache", "decode_equals_prefill": "cache"})
+    judged = JUDGED | ({} if "cut" in laws else OF_LAYERS)
     if any(side.workers.described[side.spec].domain is not side.domain for side in sides):
         return {}
     return {
