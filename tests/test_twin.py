@@ -70,7 +70,9 @@ def found(trainer: str, server: str, folder: pathlib.Path, law: str = "again") -
         domain = load(spec).domain
         workers.described[spec] = Described(domain)
         sides.append(pairs.Side(workers, spec, comparable(domain)))
-        lines.append([Run.parse(f"law={law} adapter={spec} lengths=9 backward=no gate=1000 beta=one")])
+        words = f"law={law} adapter={spec} gate=1000 beta=one"
+        words = f"law=memory adapter={spec} op=gdn_layer" if isinstance(domain, LayerDomain) else words
+        lines.append([Run.parse(f"{words} lengths=9 backward=no")])
     cases = cases_of([side.domain for side in sides], TOKENS, "cpu", 0)
     return pairs.twins(sides, cases, lines, ("cpu", ""), str(folder), 1, lambda *_: None)
 
@@ -85,6 +87,7 @@ def found(trainer: str, server: str, folder: pathlib.Path, law: str = "again") -
         ("DeclaredEps", "Steps", EPS, "server with eps 1e-5 in place of 1e-6", ["server"]),
         ("HalfState", "Steps", STATE, "trainer with exact states in place of bf16 after each token", ["trainer"]),
         ("Steps", "HalfGate", GATE, "server with exact g in place of bf16", ["server"]),
+        ("Whole", "HalfGates", GATE, "server with exact g and beta in place of bf16", ["server"]),
         ("Chunk48", "Parts", SPLIT, "trainer in parts of 64 tokens", []),
         ("Chunk48", "InBatches", BATCH, "server each sequence alone", []),
     ],

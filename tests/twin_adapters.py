@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-from verify.zoo.base import Chunkwise, Serving
+from verify.zoo.base import Chunkwise, Layered, Serving
 
 
 class Steps(Adapter):
@@ -171,3 +172,19 @@ class Forgets(Pool):
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         pass
+
+
+class Whole(Layered):
+    """A whole layer with its cache."""
+
+    domain = LayerDomain(backward=False, dtypes=("fp32",))
+
+
+class HalfGates(Whole):
+    """It stores the log-decay and beta in bf16."""
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        return super().decay(x, a).bfloat16().float()
+
+    def strength(self, x: Inputs, b: Tensor) -> Tensor:
+        return super().strength(x, b).bfloat16().float()

@@ -105,7 +105,8 @@ def _print(sides: Sequence[Side], found: Twins) -> None:
         cell = found.distance(number)
         print_line(f"{'distance':<14}{name}: {cell.short}" + (f": {cell.reason}" if cell.reason else " of the tolerance"))
     for kept in found.promises:
-        words = ", ".join(f"{name} {cell.short}" for name, cell in zip(SIDES, kept.cells, strict=True))
+        told = [cell.short + (f" ({cell.reason})" if cell.reason else "") for cell in kept.cells]
+        words = ", ".join(f"{name} {what}" for name, what in zip(SIDES, told, strict=True))
         print_line(f"{'promise':<14}{kept.promise} (law {kept.law}): {words}")
     cause = found.cause
     print_line(f"{'cause':<14}{_cause(found)}")

@@ -53,7 +53,7 @@ def causes_of(first: Tensor, second: Tensor, changes: Changes) -> list[Cause]:
         best = Cause(knob, -torch.inf, "")
         options = [[("", base), *side.items()] for base, side in zip((first, second), sides, strict=True)]
         pairs = sorted(itertools.product(*options), key=lambda pair: sum(bool(words) for words, _ in pair))
-        for (mine, a), (other, b) in pairs[1:]:
+        for (mine, a), (other, b) in pairs[1:]:  # the first one switches nothing
             share = 1.0 - float((a - b).square().sum()) / apart
             if share > best.share + (CLOSER if mine and other else 0.0):
                 words = [f"{side} {words}" for side, words in zip(SIDES, (mine, other), strict=True) if words]
@@ -106,11 +106,8 @@ def _emulations(case: Any, inputs: Inputs) -> Iterator[tuple[str, str, Callable[
                 yield EPS, words, functools.partial(exact, other)
     for name in ("g", "alpha", "beta"):
         if isinstance(given := inputs.get(name), Tensor):
-            yield (
-                GATE,
-                f"with exact {name} in place of bf16",
-                functools.partial(exact, inputs.replaced(**{name: given.bfloat16().to(given.dtype)})),
-            )
+            half = inputs.replaced(**{name: given.bfloat16().to(given.dtype)})
+            yield GATE, f"with exact {name} in place of bf16", functools.partial(exact, half)
     if isinstance(g := inputs.get("g"), Tensor):
         decayed = g.double().exp().bfloat16().double().log().clamp(min=-1e3).to(g.dtype)
         yield GATE, "with exact exp(g) in place of bf16", functools.partial(exact, inputs.replaced(g=decayed))
@@ -118,9 +115,5 @@ def _emulations(case: Any, inputs: Inputs) -> Iterator[tuple[str, str, Callable[
         yield GATE, "with exact g and beta in place of bf16", functools.partial(rounded, Nearest.of_gates(BITS["bf16"]), inputs)
     if case.dtype != "fp32":
         for chunk in CHUNKS:
-            arithmetic = Nearest.in_chunks(case.dtype, chunk)
-            yield (
-                CHUNK,
-                f"with exact operands in place of {case.dtype} in chunks of {chunk}",
-                functools.partial(rounded, arithmetic, inputs),
-            )
+            words = f"with exact operands in place of {case.dtype} in chunks of {chunk}"
+            yield CHUNK, words, functools.partial(rounded, Nearest.in_chunks(case.dtype, chunk), inputs)
