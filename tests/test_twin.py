@@ -22,7 +22,7 @@ from verify.cli.exits import BROKEN, HOLDS, USAGE
 from verify.engine.across import BROKEN as IS_BROKEN
 from verify.engine.across import SiteVerdict, SiteWorkers, cell_of
 from verify.engine.twin import pairs
-from verify.engine.twin.cases import cases_of, comparable, norm_of
+from verify.engine.twin.cases import cases_of, comparable, declared_for
 from verify.engine.twin.causes import BATCH, CHUNK, EPS, GATE, SPLIT, STATE, causes_of
 from verify.engine.twin.measures import VOCABULARY, drift_of, log_probabilities, stretches
 from verify.engine.twin.pairs import Answer, Twins
@@ -72,6 +72,7 @@ def found(trainer: str, server: str, folder: pathlib.Path, law: str = "again") -
         sides.append(pairs.Side(workers, spec, comparable(domain)))
         words = f"law={law} adapter={spec} gate=1000 beta=one"
         words = f"law=memory adapter={spec} op=gdn_layer" if isinstance(domain, LayerDomain) else words
+        words += " in_kernel=both" * (getattr(domain, "in_kernel", ()) == ("both",))
         lines.append([Run.parse(f"{words} lengths=9 backward=no")])
     cases = cases_of([side.domain for side in sides], TOKENS, "cpu", 0)
     return pairs.twins(sides, cases, lines, ("cpu", ""), str(folder), 1, lambda *_: None)
@@ -143,11 +144,18 @@ def test_a_promise_whose_law_has_no_case_leaves_it_undecided(tmp_path: pathlib.P
 
 def test_a_kernel_on_a_pool_is_called_as_a_rule(tmp_path: pathlib.Path) -> None:
     assert found("Steps", "Pool", tmp_path).answer is Answer.ROUNDING
-    words = "lengths=9 gate=1000 backward=no"
-    verdicts = {name: execute(Run.parse(f"law=oracle adapter={FILE}:{name} {words}")).verdict for name in ("Pool", "Forgets")}
-    assert verdicts == {"Pool": Verdict.HOLDS, "Forgets": Verdict.BROKEN}
-    long = execute(Run.parse(f"law=oracle adapter={FILE}:Pool {words} packed=yes"))
+    calls = ("lengths=9", "lengths=9 packed=yes", "lengths=3+0+1 packed=yes", "lengths=2+2 state=random")
+    lines = [f"law=oracle adapter={FILE}:{{}} gate=1000 backward=no {words}" for words in calls]
+    assert [execute(Run.parse(line.format("Pool"))).verdict for line in lines] == [Verdict.HOLDS] * 4
+    assert [execute(Run.parse(line.format("Forgets"))).verdict for line in lines] == [Verdict.BROKEN] * 4
+    long = execute(Run.parse(f"law=oracle adapter={FILE}:Pool lengths=9+1 packed=yes backward=no"))
     assert (long.verdict, "3 tokens" in long.reason) == (Verdict.UNSUPPORTED, True)
+
+
+def test_gates_that_one_kernel_computes_are_given_to_the_other_one(tmp_path: pathlib.Path) -> None:
+    right, wrong = (found("Chunk48", name, tmp_path) for name in ("Inside", "NoBias"))
+    assert "in_kernel=both" in right.widest.lines[0]
+    assert (right.answer, wrong.wrong) == (Answer.ROUNDING, ["server"])
 
 
 # Measures
@@ -266,7 +274,7 @@ def test_cases_lie_in_both_domains() -> None:
     assert cases_of([LayerDomain(), LayerDomain(dtypes=("fp32",))], 20, "cpu", 0)[0].cached
     other = Domain(qk_norm_eps=("1e-5",))
     case, _ = cases_of([plain, other], 20, "cpu", 0)
-    assert (norm_of(case, plain), norm_of(case, other)["qk_norm_eps"]) == ({}, "1e-6")
+    assert (declared_for(case, plain), declared_for(case, other)["qk_norm_eps"]) == ({}, "1e-6")
     with pytest.raises(ValueError, match="no case of 20 tokens in common"):
         cases_of([plain, Domain(longest=1)], 20, "cpu", 0)
 

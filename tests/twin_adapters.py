@@ -188,3 +188,24 @@ class HalfGates(Whole):
 
     def strength(self, x: Inputs, b: Tensor) -> Tensor:
         return super().strength(x, b).bfloat16().float()
+
+
+class Inside(Steps):
+    """It computes its gate and beta itself."""
+
+    domain = Domain(backward=False, packed=False, in_kernel=("both",))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        g = -x.A_log.exp() * torch.nn.functional.softplus(self._biased(x))
+        beta = x.b.float().sigmoid() * (2 if x.allow_neg_eigval else 1)
+        return super().run(x.replaced(g=g, beta=beta))
+
+    def _biased(self, x: Inputs) -> Tensor:
+        return x.a.float() if x.dt_bias is None else x.a.float() + x.dt_bias
+
+
+class NoBias(Inside):
+    """It forgets the bias of the gate."""
+
+    def _biased(self, x: Inputs) -> Tensor:
+        return x.a.float()

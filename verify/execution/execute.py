@@ -48,10 +48,11 @@ def execute(
       (verify/execution/shared_bounds.py).
     - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
     - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
+      With `gated`, gates and beta that the case's kernel computes are computed before the call (verify/adapters/pooled.py).
       The words `qk_norm_eps` and `qk_norm_form` replace those of the case, and its domain has them too. `domain` has fields of the
       domain, or of a pool's rule, that are replaced.
     """
-    adapter = called_with(adapter_of(run.adapter), run.example.case)
+    adapter = called_with(adapter_of(run.adapter), run.example.case, gated="gated" in declared)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
     if run.outside:

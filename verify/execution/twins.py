@@ -37,12 +37,15 @@ def went(asked: Way) -> Went:
     """Call the implementation of a line in one way, and write its results as float64, which is exact, to a file of numpy."""
     run = Run.parse(asked.line)
     case = run.example.case
-    adapter = called_with(adapter_of(run.adapter), case)
+    gated = "gated" in asked.declared
+    adapter = called_with(adapter_of(run.adapter), case, gated=gated)
     assert isinstance(adapter, Adapter), run
-    counterpart = called_with(adapter_of(adapter.counterpart), case) if adapter.counterpart and asked.way == STEPS else None
+    counterpart = (
+        called_with(adapter_of(adapter.counterpart), case, gated=gated) if adapter.counterpart and asked.way == STEPS else None
+    )
     assert counterpart is None or isinstance(counterpart, Adapter), run
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
-    bench.norm = norm_in(asked.norm)
+    bench.norm = norm_in(asked.declared)
 
     def call(inputs: Inputs) -> Results:
         return bench.run(inputs, None, counterpart=counterpart is not None and inputs.get("state") is not None)

@@ -140,13 +140,13 @@ class Refuse(Question):
 class Way(Question):
     """What does an implementation return for a line, called in one of the ways of verify/execution/twins.py? Answer: Went.
 
-    The results are written to `file`. `norm` replaces the norm of q and k of the implementation's calls.
+    The results are written to `file`. `declared` says how the implementation is called, as in RunOne.
     """
 
     line: str
     way: str
     file: str
-    norm: dict[str, Any] = dataclasses.field(default_factory=dict)
+    declared: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

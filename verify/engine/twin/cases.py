@@ -8,8 +8,9 @@ from typing import Any
 
 from properties.layers.domain import LayerDomain
 from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
 from properties.rules.domain import Domain
-from verify.adapters.pooled import rule_domain
+from verify.adapters.pooled import gated_domain, rule_domain
 from verify.execution.norms import with_norm
 
 SMALL = 130  # most tokens of the case with small values
@@ -41,11 +42,13 @@ def cases_of(domains: Sequence[Any], tokens: int, device: str, seed: int) -> lis
     return [case, small]
 
 
-def norm_of(case: Any, domain: Any) -> dict[str, str]:
-    """The norm of a case if a domain declares another one, under which the implementation is then called and judged."""
+def declared_for(case: Any, domain: Any) -> dict[str, Any]:
+    """What must be declared so that an implementation can be called and judged: the case's norm, and gates computed before."""
     norm = {name: getattr(case, name) for name in NORM}
     known = norm["qk_norm_eps"] in domain.qk_norm_eps and norm["qk_norm_form"] in domain.qk_norm_forms
-    return {} if known or not getattr(case, "qk_norm", True) else norm
+    declared: dict[str, Any] = {} if known or not getattr(case, "qk_norm", True) else norm
+    gated = isinstance(case, Case) and case.in_kernel not in domain.in_kernel
+    return {**declared, "gated": True} if gated else declared
 
 
 def suited(case: Any, domain: Any) -> Any:
@@ -67,7 +70,7 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
         values = [False, True]
         if promise.how == "some":
             values = [value for value in getattr(first, name) if all(value in getattr(other, name) for other in domains)]
-            values = values or [*getattr(first, name)][:1]
+            values = values or _given_before(domains, name) or [*getattr(first, name)][:1]
         if promise.how in ("some", "flag"):
             words[promise.word] = sorted(values, key=(*FIRST.get(promise.word, values), *values).index)
     words |= {"scale": ("default", "one", "half")} if rules else {"cached": (True, False)}
@@ -92,7 +95,15 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
     raise ValueError(f"the two have no case of {tokens} tokens in common: {reasons.most_common(1)[0][0]}")
 
 
+def _given_before(domains: Sequence[Any], name: str) -> list[str]:
+    """What the one kernel computes inside if the other one is given all of that."""
+    inside = [value for domain in domains for value in getattr(domain, name) if value != "none"]
+    return inside if name == "in_kernel" and any(domain.in_kernel == ("none",) for domain in domains) else []
+
+
 def _outside(case: Any, domain: Any) -> str | None:
-    norm = norm_of(case, domain)
-    reason: str | None = (with_norm(domain, **norm) if norm else domain).outside(case)
+    declared = declared_for(case, domain)
+    if declared.pop("gated", False) and "log" in domain.decays and "none" in domain.in_kernel:
+        domain = gated_domain(domain)
+    reason: str | None = (with_norm(domain, **declared) if declared else domain).outside(case)
     return reason

@@ -14,7 +14,7 @@ from properties.laws.law import Results, token_output
 from properties.laws.promises import PROMISES
 from properties.words.example import Example
 from verify.engine.across import BROKEN, HOLDS, NOT, SiteVerdict, SiteWorkers, everywhere
-from verify.engine.twin.cases import carries, norm_of, suited
+from verify.engine.twin.cases import carries, declared_for, suited
 from verify.engine.twin.causes import SIDES, Cause, causes_of, changes_of
 from verify.engine.twin.measures import Drift, drift_of
 from verify.execution.line import Run
@@ -162,12 +162,15 @@ class _Case:
 def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, tell: Callable[[int, int], None]) -> _Case:
     device, tune = runs
     products = side.workers.described[side.spec].products if device == "cuda" else "ieee"
-    run, norm = Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune), norm_of(case, side.domain)
-    found = _Case(str(run), side.workers.cell(run, norm), {}, [])
+    run, declared = (
+        Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune),
+        declared_for(case, side.domain),
+    )
+    found = _Case(str(run), side.workers.cell(run, declared), {}, [])
     left_out = (ALONE, TURNED) * (len(case.lengths) == 1) + (PARTS, STEPS) * (not carries(run.example.case))
     ways = [way for way in WAYS if way not in left_out and found.cell.verdict != NOT]
     for done, way in enumerate(ways, 1):
-        question = Way(str(side.workers.here(run)), way, f"{file}-{way}.npz", norm)
+        question = Way(str(side.workers.here(run)), way, f"{file}-{way}.npz", declared)
         answer = side.workers.ask(device, question, Went, DEADLINE_S * max(1.0, case.tokens / PATIENT))
         tell(done, len(ways))
         if isinstance(answer, Went) and not answer.reason:
