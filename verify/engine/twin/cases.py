@@ -67,7 +67,7 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
     rules = isinstance(first, Domain)
     words: dict[str, Sequence[Any]] = {"packed": (False, True)}
     for name, promise in first.PROMISES.items():
-        values = [False, True]
+        values: list[Any] = [False, True]
         if promise.how == "some":
             values = [value for value in getattr(first, name) if all(value in getattr(other, name) for other in domains)]
             values = values or _given_before(domains, name) or [*getattr(first, name)][:1]
