@@ -206,6 +206,23 @@ def test_the_share_of_a_cause_is_what_vanishes_with_its_switch() -> None:
     assert [causes[0].share, causes[1].share] == pytest.approx([1, 1])
     assert causes[1].switch == "trainer with z, server with z"
     assert causes[2].share < 0.5
+    assert causes_of(a, a, {GATE: ({"with y": e}, {})}) == []
+
+
+def test_causes_are_looked_for_in_the_first_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "EXPLAINED", 20)
+    cause = found("HalfState", "Steps", tmp_path).cause
+    assert cause is not None and (cause.knob, cause.share > 0.9) == (STATE, True)
+    assert found("Chunk48", "Parts", tmp_path).causes == [], "the first 20 tokens are equal"
+    monkeypatch.setattr(twins, "EXPLAINED", 5)
+    case, sizes = Case.parse("lengths=9 packed=yes backward=no"), []
+
+    def call(x: Inputs) -> Results:
+        sizes.append(x.cu_seqlens.tolist())
+        return {"o": x.v}
+
+    got = in_way(PARTS, call, case.spec, case.inputs("cpu"), lambda name, state: state)
+    assert (got["o"].shape[1], sizes) == (5, [[0, 5]])
 
 
 def test_arithmetic_that_rounds_at_some_places() -> None:

@@ -23,6 +23,7 @@ from verify.engine.twin.cases import cases_of, comparable
 from verify.engine.twin.causes import SIDES
 from verify.engine.twin.measures import VOCABULARY, Drift, stretches
 from verify.engine.twin.pairs import EXPLAINS, Answer, Side, Twins, shared_promises, twins
+from verify.execution.twins import EXPLAINED
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
 
@@ -129,7 +130,10 @@ def _about(unequal: dict[str, float], drift: Drift) -> list[tuple[str, str]]:
 def _cause(found: Twins) -> str:
     if found.cause:
         return f"{found.cause.knob}: {found.cause.switch} explains {found.cause.share:.0%} of the squared difference"
-    return f"no single switch explains {EXPLAINS:.0%}" if found.causes else "there is no difference"
+    if found.causes:
+        return f"no single switch explains {EXPLAINS:.0%}"
+    equal = not found.widest.unequal.get(found.widest.y)
+    return "there is no difference" if equal else f"not looked for: the first {EXPLAINED} tokens are equal, or not numbers"
 
 
 def _data(sides: Sequence[Side], device: str, found: Twins) -> dict[str, Any]:

@@ -26,6 +26,7 @@ Carried = Callable[[str, Tensor], Tensor]  # the state that a call gets, from it
 WHOLE, PARTS, STEPS, ALONE, TURNED = "whole", "parts", "steps", "alone", "turned"
 WAYS = (WHOLE, TURNED, ALONE, PARTS, STEPS)
 PART = 64  # tokens
+EXPLAINED = 512  # tokens in which causes are looked for: the oracle with rounded states takes milliseconds for each
 TRIED, STEPS_S = 8, 60.0  # calls after which the time of all steps is estimated, and how long they may take
 
 
@@ -74,11 +75,12 @@ def read(file: str, dtypes: dict[str, str]) -> Results:
 
 
 def in_way(way: str, call: Call, spec: Operation, inputs: Inputs, carried: Carried) -> Results:
-    """The results of a call made in one of WAYS, in the order of the call: at once, in parts, by sequence, in another order."""
+    """The results of a call made in one of WAYS, in the order of the call; in parts, those of the first EXPLAINED tokens."""
     if way == WHOLE:
         return call(inputs)
     if way in (PARTS, STEPS):
-        return in_parts(call, spec, inputs, PART if way == PARTS else 1, carried, STEPS_S)
+        first = between(spec, inputs, 0, min(EXPLAINED, inputs[present(spec, inputs, "B", "T")[0]].shape[1]))
+        return in_parts(call, spec, first, PART, carried) if way == PARTS else in_parts(call, spec, first, 1, carried, STEPS_S)
     count = inputs[present(spec, inputs, "B", "T")[0]].shape[0]
     orders = [[row] for row in range(count)] if way == ALONE else [[*reversed(range(count))]]
     parts = [call(rows_of(spec, inputs, rows)) for rows in orders]
@@ -93,6 +95,13 @@ def rows_of(spec: Operation, inputs: Inputs, rows: Sequence[int]) -> Inputs:
     return inputs.replaced(**{name: inputs[name][[*rows]] for name in names})
 
 
+def between(spec: Operation, inputs: Inputs, start: int, stop: int) -> Inputs:
+    """The call of some tokens of a batch, or of one packed sequence."""
+    part = tokens_of(spec, inputs, slice(start, stop))
+    offsets = inputs.get("cu_seqlens")
+    return part if offsets is None else part.replaced(cu_seqlens=offsets.clamp(max=stop - start))
+
+
 def in_parts(call: Call, spec: Operation, inputs: Inputs, size: int, carried: Carried, most_s: float | None = None) -> Results:
     """The results of a call in parts of `size` tokens, between which states are `carried`.
 
@@ -101,9 +110,7 @@ def in_parts(call: Call, spec: Operation, inputs: Inputs, size: int, carried: Ca
     y, states = token_output(spec), {"state": "final_state", "conv_state": "conv_state"}
     tokens, got, rows, start = inputs[present(spec, inputs, "B", "T")[0]].shape[1], Results(), [], time.monotonic()
     for at in range(0, tokens, size):
-        part = tokens_of(spec, inputs, slice(at, at + size))
-        if inputs.get("cu_seqlens") is not None:
-            part = part.replaced(cu_seqlens=inputs.cu_seqlens.clamp(max=min(size, tokens - at)))
+        part = between(spec, inputs, at, min(at + size, tokens))
         got = call(part.replaced(**{name: carried(name, got[other]) for name, other in states.items() if other in got}))
         rows.append(got[y])
         one_s = (time.monotonic() - start) / len(rows)

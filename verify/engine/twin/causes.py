@@ -47,8 +47,9 @@ class Cause:
 
 def causes_of(first: Tensor, second: Tensor, changes: Changes) -> list[Cause]:
     """What explains the difference of two results, the largest share first. Each knob is switched on one side, and on both."""
-    apart = float((first - second).square().sum())
-    found = []
+    apart, found = float((first - second).square().sum()), []
+    if apart == 0:
+        return []
     for knob, sides in changes.items():
         best = Cause(knob, -torch.inf, "")
         options = [[("", base), *side.items()] for base, side in zip((first, second), sides, strict=True)]
@@ -63,8 +64,9 @@ def causes_of(first: Tensor, second: Tensor, changes: Changes) -> list[Cause]:
 
 
 def changes_of(case: Any, inputs: Inputs, sides: Sequence[Mapping[str, Results]], truth: Results) -> Changes:
-    """The results of both sides with each switch; `sides` has those of each way, and `inputs` are those of the case, on the CPU."""
+    """The outputs of both sides with each switch, of as many tokens as `inputs` has, on the CPU; `sides` has those of each way."""
     y = token_output(case.spec_of(inputs))
+    sides = [{way: {y: results[y][:, : truth[y].shape[1]]} for way, results in side.items()} for side in sides]
     changes: Changes = {knob: ({}, {}) for knob in KNOBS}
     for knob, ways in CALLED.items():
         for side, results in zip(changes[knob], sides, strict=True):

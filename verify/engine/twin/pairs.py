@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from oracles.operation import Inputs
 from oracles.tolerance import bound
 from properties.books import book_of
 from properties.laws.law import Results, token_output
@@ -18,7 +17,7 @@ from verify.engine.twin.cases import carries, declared_for, suited
 from verify.engine.twin.causes import SIDES, Cause, causes_of, changes_of
 from verify.engine.twin.measures import Drift, drift_of
 from verify.execution.line import Run
-from verify.execution.twins import ALONE, PARTS, STEPS, TURNED, WAYS, WHOLE, read
+from verify.execution.twins import ALONE, EXPLAINED, PARTS, STEPS, TURNED, WAYS, WHOLE, between, read
 from verify.process.messages import Way, Went
 
 Tell = Callable[[str, int, int], None]
@@ -203,17 +202,16 @@ def _pair(case: Any, *sides: _Case) -> Pair:
         return pair
     one, other = (side.results[WHOLE] for side in sides)
     unequal = {name: float((one[name].double() != other[name].double()).double().mean()) for name in one if name in other}
-    return dataclasses.replace(pair, drift=drift_of(one[y], other[y], _truth(case)[1][y]), unequal=unequal)
-
-
-def _truth(case: Any) -> tuple[Inputs, Results]:
     inputs = case.inputs("cpu")
-    return inputs, bound.truth(case.spec_of(inputs), inputs)
+    truth = bound.truth(case.spec_of(inputs), inputs)
+    return dataclasses.replace(pair, drift=drift_of(one[y], other[y], truth[y]), unequal=unequal)
 
 
 def _causes(case: Any, *sides: _Case) -> list[Cause]:
-    inputs, truth = _truth(case)
-    one, other = (side.results[WHOLE][token_output(case.spec)].double() for side in sides)
+    y = token_output(case.spec)
+    inputs = between(case.spec, case.inputs("cpu"), 0, min(EXPLAINED, case.lengths[0]))  # later tokens change no earlier output
+    truth = bound.truth(case.spec_of(inputs), inputs)
+    one, other = (side.results[WHOLE][y][:, :EXPLAINED].double() for side in sides)
     return causes_of(one, other, changes_of(case, inputs, [side.results for side in sides], truth))
 
 
