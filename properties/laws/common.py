@@ -115,7 +115,7 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     )
 
 
-def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
+def tokens_of(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
     """Return the inputs of some tokens."""
     return inputs.replaced(**{name: inputs[name][:, where] for name in present(spec, inputs, "B", "T")})
 
@@ -251,24 +251,24 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, _ = bench.call(case)
     bounds = bounds_as(bench, inputs, None, "recurrent")
     spec, y = case.spec, token_output(case.spec)
-    tail = _tokens(spec, inputs, slice(at, None))
+    tail = tokens_of(spec, inputs, slice(at, None))
     ends = {y: bounds[y].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
     if not visible(bench.truth(tail.replaced(state=None), None), ends):
         raise Blind("a state lost after the prompt would not show")
-    got = bench.run(_tokens(spec, inputs, slice(0, at)), None)
+    got = bench.run(tokens_of(spec, inputs, slice(0, at)), None)
     rows = [got[y]]
     if rounds_states(bench, case, got["final_state"].dtype):  # then every call is judged by its own bounds
-        yield from pairs_of(got, bench.bounds(_tokens(spec, inputs, slice(0, at)), None), "of the prompt")
+        yield from pairs_of(got, bench.bounds(tokens_of(spec, inputs, slice(0, at)), None), "of the prompt")
         for token in range(at, case.lengths[0]):
             state = got["final_state"].to(carried_dtype(bench, case, got["final_state"].dtype))
-            step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=state)
+            step = tokens_of(spec, inputs, slice(token, token + 1)).replaced(state=state)
             got, limits = bench.run(step, None, counterpart=True), bounds_as(bench, step, None, "recurrent")
             yield from pairs_of(got, limits, f"of the step at token {token}")
             rows.append(got[y])
         yield from _stepped(bench, {y: torch.cat(rows, 1), "final_state": got["final_state"]}, inputs)
         return
     for token in range(at, case.lengths[0]):
-        step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
+        step = tokens_of(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
         got = bench.run(step, None, counterpart=True)
         rows.append(got[y])
     whole = {y: torch.cat(rows, 1), "final_state": got["final_state"]}

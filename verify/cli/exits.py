@@ -31,6 +31,7 @@ EXITS_OF = {
         "some cannot be asked",
     ),
     "compare": _told("nothing is worse", "something became broken, or a promise was lost", "undecided"),
+    "twin": _told("same bits, or both within rounding", "a side is wrong, or breaks a promise that both declare", "undecided"),
     "zoo": _told(
         "every animal that was run is killed",
         "one survives, or right code is rejected",

@@ -22,6 +22,7 @@ SWEEP = "sweep"
 ANNOTATIONS = ("github",)
 Release = tuple[tuple[str, str], ...]  # distributions with their versions, which are one place together
 PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+MOST_TOKENS = 65536  # of a sequence of `twin`
 LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
@@ -201,6 +202,13 @@ def positive_word(word: str) -> int:
     """Parse a small whole number from 1 up."""
     if not (word.isdecimal() and 1 <= int(word) <= 256):
         raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
+    return int(word)
+
+
+def tokens_word(word: str) -> int:
+    """Parse a number of tokens."""
+    if not (word.isdecimal() and 2 <= int(word) <= MOST_TOKENS):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 2..{MOST_TOKENS}, got {word!r}")
     return int(word)
 
 

@@ -32,6 +32,7 @@ from verify.cli.options import (
     seconds_word,
     seed_word,
     shard_word,
+    tokens_word,
     tune_word,
     versions_word,
 )
@@ -114,8 +115,8 @@ def parser() -> OptionParser:
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(
         required=True,
-        metavar="{list,check,merge,draw,export,judge,repeat,known,launches,arithmetic,across,bisect,compare,soak,zoo,claims,fetch,completion,"
-        "certificate,new-process}",
+        metavar="{list,check,merge,draw,export,judge,repeat,known,launches,arithmetic,across,bisect,compare,twin,soak,zoo,claims,fetch,"
+        "completion,certificate,new-process}",
         dest="verb",
     )
 
@@ -144,6 +145,7 @@ def parser() -> OptionParser:
     _across(verb("across", "across_command:across", "run lines on several releases, folders, revisions or environments"))
     _bisect(verb("bisect", "bisect_command:bisect", "find the release or revision that broke or mended a line"))
     _compare(verb("compare", "compare_command:compare", "judge an old and a new version on the same cases"))
+    _twin(verb("twin", "twin_command:twin", "compare an implementation for training with one for serving, token by token"))
     _zoo(verb("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them"))
     _claims(verb("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host"))
     _fetch(verb("fetch", "fetch_command:act", "download the files of a library that adapters import"))
@@ -196,6 +198,12 @@ def refuse(options: argparse.Namespace) -> None:
                 "compare needs one adapter and two places, the old one first (--release PACKAGE==VERSION, --path DIR, "
                 f"--rev REVISION or --python EXE), or two adapters and at most two places; got {count[0]} and {count[1]}"
             )
+    if options.verb == "twin":
+        for spec in (options.trainer, options.server):
+            check_spec(spec)
+        options.places = options.places or []
+        if len(options.places) > 2:
+            raise ValueError(f"twin takes at most two places, that of the trainer first, got {len(options.places)}")
     if options.verb == "zoo":
         for name in options.names:
             check_spec(name if ".py" in name else ZOO + name.removeprefix(ZOO))
@@ -398,6 +406,21 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--same-bits", action="store_true", help="the new version promises the bits of the old one: exit with 1 where they differ"
     )
+    _of_places(parser)
+
+
+def _twin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trainer", metavar="TRAINER", help=f"the implementation in training: {ADAPTER}")
+    parser.add_argument("server", metavar="SERVER", help="the implementation in serving, of the same operation")
+    _places(parser)
+    parser.add_argument(
+        "--tokens",
+        type=tokens_word,
+        metavar="N",
+        help="tokens of a sequence, 2 to 65536 (default: 4096 on a GPU; on a CPU 1024, or 192 if kernels are interpreted)",
+    )
+    parser.add_argument("--seed", type=seed_word, default=0, help="seed of the cases (default 0)")
+    parser.add_argument("--device", choices=DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu)")
     _of_places(parser)
 
 

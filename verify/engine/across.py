@@ -97,8 +97,11 @@ class SiteWorkers:
         self.outcomes: dict[Run, Outcome] = {}  # of the lines that could be asked
         self._closed = False
 
-    def cell(self, run: Run) -> SiteVerdict:
-        """What a line is here. A crash or a hang is BROKEN, as for `repeat`."""
+    def cell(self, run: Run, declared: dict[str, Any] | None = None) -> SiteVerdict:
+        """What a line is here. A crash or a hang is BROKEN, as for `repeat`.
+
+        `declared` replaces what the adapter declares (verify/execution/execute.py).
+        """
         if self.place.trouble:
             return SiteVerdict(NOT, reason=self.place.trouble)
         if run.device == "cuda" and not devices.gpus():
@@ -108,7 +111,7 @@ class SiteWorkers:
             if run.adapter not in self.described:
                 self.described[run.adapter] = describe(self.here(run).adapter, worker)
             defects = known.of(run.adapter).on(self.described[run.adapter].device)
-            outcome = ask_afresh(self.here(run), worker, self._store, defects.deny_list)
+            outcome = ask_afresh(self.here(run), worker, self._store, defects.deny_list, declared=declared)
             cell = cell_of(outcome)
             if cell.verdict != NOT and run.adapter not in self._sure and (wrong := self._elsewhere(worker)):
                 return SiteVerdict(NOT, reason=wrong)

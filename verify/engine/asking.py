@@ -218,14 +218,22 @@ def _deadline(run: Run, worker: Answering) -> tuple[float, ...]:
     return (worker.deadline_s * tokens / PATIENT,) if isinstance(worker, Worker) and tokens > PATIENT else ()
 
 
-def ask_afresh(run: Run, worker: Answering, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:
+def ask_afresh(
+    run: Run,
+    worker: Answering,
+    store: Store,
+    defects: KnownDefects = NO_DEFECTS,
+    *,
+    always: bool = False,
+    declared: dict[str, Any] | None = None,
+) -> Outcome:
     """The outcome of a run in a new process, if its law is about what a process keeps, or if `always`.
 
     Groups of ranks go on as they are, unless `always`.
     """
     if always or (run.the_law.of_process and isinstance(worker, Worker)):
         worker.end()
-    return ask(run, worker, store, defects=defects)
+    return ask(run, worker, store, declared, defects)
 
 
 def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:

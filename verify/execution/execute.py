@@ -12,10 +12,10 @@ from typing import Any
 from properties.books import book_of
 from properties.calls.case import CallCase
 from properties.pools.domain import PoolDomain
-from properties.rules.numbers import NORM_EPS
 from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
+from verify.adapters.pooled import called_with
 from verify.bench.adapter_bench import AdapterBench, Ready
 from verify.bench.call_bench import CallBench
 from verify.bench.compiling import Compiling
@@ -24,7 +24,7 @@ from verify.bench.places import layout, where
 from verify.execution.judge import NOTHING
 from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
-from verify.execution.norms import with_norm
+from verify.execution.norms import norm_in, with_norm
 from verify.execution.outside import outside
 from verify.execution.paths import execute_path
 from verify.execution.traces import execute_trace
@@ -48,10 +48,11 @@ def execute(
       (verify/execution/shared_bounds.py).
     - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
     - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
+      With `gated`, gates and beta that the case's kernel computes are computed before the call (verify/adapters/pooled.py).
       The words `qk_norm_eps` and `qk_norm_form` replace those of the case, and its domain has them too. `domain` has fields of the
       domain, or of a pool's rule, that are replaced.
     """
-    adapter = adapter_of(run.adapter)
+    adapter = called_with(adapter_of(run.adapter), run.example.case, gated="gated" in declared)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
     if run.outside:
@@ -88,7 +89,7 @@ def _executed(
         bench = kind(adapter, counterpart, case, run.products, run.device)
         bench.ready = ready
         if norm:
-            bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
+            bench.norm = norm_in(norm)
         elif declared:
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update({name: value for name, value in declared.items() if name != "domain"})

@@ -19,7 +19,7 @@ from verify.adapters.files_adapter import declared_by
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
 from verify.bench import oracle_process
-from verify.execution import calls, launches, reproduction
+from verify.execution import calls, launches, reproduction, twins
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of, following, loaded
@@ -57,6 +57,7 @@ from verify.process.messages import (
     RunOne,
     Script,
     Tunings,
+    Way,
     Whence,
 )
 from verify.process.outcome import Finding, Outcome, Verdict
@@ -227,6 +228,7 @@ _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer | Outcome]] = {
     RunMany: _run_many,
     RunOne: _run_one,
     Tunings: _tunings,
+    Way: twins.went,
     Whence: _whence,
 }
 

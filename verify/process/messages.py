@@ -137,6 +137,19 @@ class Refuse(Question):
 
 
 @dataclasses.dataclass(frozen=True)
+class Way(Question):
+    """What does an implementation return for a line, called in one of the ways of verify/execution/twins.py? Answer: Went.
+
+    The results are written to `file`. `declared` says how the implementation is called, as in RunOne.
+    """
+
+    line: str
+    way: str
+    file: str
+    declared: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Watched(Question):
     """Does the worker run under its sanitizer? Answer: Watching."""
 
@@ -261,6 +274,15 @@ class Called(Answer):
     unsteady: list[str] = dataclasses.field(default_factory=list)
     times_ms: list[float] = dataclasses.field(default_factory=list)
     memory: int = 0
+    reason: str = ""
+    spent: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Went(Answer):
+    """The dtypes of the results that were written, by name, or the `reason` why there are none."""
+
+    dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     reason: str = ""
     spent: bool = False
 
