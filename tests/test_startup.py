@@ -37,6 +37,8 @@ WORDS = {
             "bisect",
             "compare",
             "twin",
+            "export",
+            "judge",
             "zoo",
             "claims",
             "fetch",
