@@ -24,7 +24,7 @@ from properties.rules.domain import Domain
 from properties.rules.laws import LAWS
 from properties.traces.domain import TraceDomain
 from properties.words.example import Example
-from properties.words.sizes import with_drawing
+from properties.words.sizes import MOST, sized, with_drawing
 from tests.answering import Answering
 from tests.commands import Command
 from tests.faults import different
@@ -127,7 +127,8 @@ def test_same_seed_draws_the_same_lines_and_another_seed_others(workers: list[Wo
     first, again, other = (drawn(seed, Store(tmp_path / str(n)), workers[0]) for n, seed in enumerate((3, 3, 4)))
     assert first == again
     assert len(set(first)) > 4
-    assert len(set(first) & set(other)) <= 1, "but for the simplest example, which every seed begins with"
+    fixed = len(list(LAWS["recall"].always(sized(base.Chunkwise.domain, base.Chunkwise.chunk, MOST["quick"]))))
+    assert len(set(first) & set(other)) <= 1 + fixed, "but for the simplest example, and those that a law always has"
 
 
 @pytest.mark.slow
