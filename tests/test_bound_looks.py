@@ -543,3 +543,14 @@ def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation:
         ] * 2
         found += by_look[2]
     assert bool(found) == isinstance(implementation, RoundsTheStateOnce)
+
+
+def test_errors_near_their_tolerance_are_measured_by_more_runs_and_stay_right() -> None:
+    """Row 2 would be over what 16 runs allow: what is right by RUNS runs is right, and keeps their multiple."""
+    limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 0.5, 2.0], [9.0, 9.0, 9.0, 9.0])
+    findings, ratio = limits.judged(0.95, 0.7, 0.85, 0.9)
+    assert (findings, limits.steps, ratio) == ([], [(1, [0, 2, 3])], pytest.approx(0.85))
+    for errors, excused in (((0.8, 0.1, 0.2, 0.3), 0.0), ((0.95, 0.7, 0.85, 0.9), 2.0)):
+        limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 0.5, 2.0])
+        findings, ratio = limits.judged(*errors, excused=excused)
+        assert (findings, limits.steps, ratio) == ([], [], pytest.approx(max(errors))), errors
