@@ -2,8 +2,8 @@
 # triton 3.7.1: tl.sum of float16 adds in float16, although its documentation promises float32.
 #
 # The documentation of tl.sum says that without `dtype` a float type becomes at least float32. It
-# does not: the result and every partial sum have the type of the block, so the sum of 4,096 times 32
-# in float16 is infinite. With dtype=tl.float32 it is right. But a product of two float16 blocks is
+# does not: the result and every partial sum have the type of the block, so 4,096 times 32 in
+# float16 add up to infinity. With dtype=tl.float32 it is right. But a product of two such blocks is
 # float16 too, so tl.sum(a * b, dtype=tl.float32) has lost small products before it adds: 4,096
 # products of 0.0001 by 0.0001 add up to 0. Nothing is said.
 #
