@@ -1,11 +1,12 @@
 """Faults: what an exception of an implementation says about it, and what says nothing about it."""
 
 import os
+import sys
 import traceback
 
 import torch
 
-from verify.adapters.interface import Unavailable, Unsupported
+from verify.adapters.interface import Lacking, Unavailable, Unsupported
 from verify.adapters.serving import uses_stubs
 from verify.gpu import device as devices
 from verify.interpreter import Race, TooManyPrograms, UnknownTriton
@@ -54,13 +55,21 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
         return Unavailable(f"{short(error)} ({frame(error)})"), ""
     if _lacks_an_interface(error):
-        return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
+        # A package that is there has no such module: the release lacks it. Another failure may be a fault of the adapter.
+        kind = Lacking if isinstance(error, ModuleNotFoundError) and _has_package(error.name or "") else Unavailable
+        return kind(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
         return AdapterFault(output, FailureKind.CRASHED, f"crashed: {lost}", frame(error), source=source(error)), lost
     name = type(error).__name__
     what = f"raised {name}: {short(error)}"
     return AdapterFault(output, FailureKind.RAISED, what, frame(error), detail=name, source=source(error)), lost
+
+
+def _has_package(module: str) -> bool:
+    """Whether the package of a module is there, of which the module is a part."""
+    package, dot, _ = module.partition(".")
+    return bool(dot) and package in sys.modules
 
 
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
