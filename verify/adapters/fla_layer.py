@@ -1,5 +1,6 @@
 """Adapters of flash-linear-attention's layers GatedDeltaNet and KimiDeltaAttention. They adapt signatures and layout only."""
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -13,7 +14,7 @@ from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import POWERS, REQUIRES, SWITCH, chosen, core, decorating_later, reads_beyond_gates
-from verify.adapters.interface import Lacking, has_text
+from verify.adapters.interface import Lacking, has_text, source
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
@@ -45,6 +46,10 @@ class Layer(Adapter):
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
     source: ClassVar[str] = "fla.layers.gated_deltanet"
+
+    def __init__(self) -> None:
+        if source(self.source) is not None and not has_text(self.source, "output_gate_activation"):
+            self.domain = dataclasses.replace(self.domain, gatings=LayerDomain.gatings)  # older releases ignore the argument
 
     def bring(self) -> None:
         core()

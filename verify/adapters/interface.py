@@ -41,7 +41,12 @@ def signature(place: str) -> Signature | None:
     """The signature of `package.module:function`, or None if there is no such package, module or function."""
     module, _, name = place.partition(":")
     file = source(module)
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file is not None else ():
+    return None if file is None else signature_in(file, name)
+
+
+def signature_in(file: pathlib.Path, name: str) -> Signature | None:
+    """The signature of a function of a file, or None if the file has no such function."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return Signature(_parameters(node), ast.get_docstring(node) or "", _calls(node))
     return None

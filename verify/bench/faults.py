@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+import types
 
 import torch
 
@@ -55,8 +56,7 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
         return Unavailable(f"{short(error)} ({frame(error)})"), ""
     if _lacks_an_interface(error):
-        # A package that is there has no such module: the release lacks it. Another failure may be a fault of the adapter.
-        kind = Lacking if isinstance(error, ModuleNotFoundError) and _has_package(error.name or "") else Unavailable
+        kind = Lacking if _lacks_a_name(error) else Unavailable  # another failure may be a fault of the adapter
         return kind(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
@@ -66,10 +66,12 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
     return AdapterFault(output, FailureKind.RAISED, what, frame(error), detail=name, source=source(error)), lost
 
 
-def _has_package(module: str) -> bool:
-    """Whether the package of a module is there, of which the module is a part."""
-    package, dot, _ = module.partition(".")
-    return bool(dot) and package in sys.modules
+def _lacks_a_name(error: Exception) -> bool:
+    """Whether a package that is there lacks a module, or a module a name."""
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, types.ModuleType)
+    package, dot, _ = (getattr(error, "name", "") or "").partition(".")
+    return isinstance(error, ImportError) and bool(dot) and package in sys.modules
 
 
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
