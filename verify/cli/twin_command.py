@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from verify.engine.twin.pairs import EXPLAINS, Answer, Side, Twins, run_of, shar
 from verify.execution.twins import EXPLAINED
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
+from verify.process.cores import cores
 
 TOKENS = {"quick": 1024, "interpreted": 192, "slow": 64}  # on a CPU, by what a token costs
 ON_GPU = 4096
@@ -60,7 +60,7 @@ def twin(options: argparse.Namespace) -> int:
         if places[0].shared and places[0].folders:
             _check_place(sides, cases_of(domains, min(tokens, PROBED), device, options.seed)[0], runs)
         with progress() as tell:
-            found = twins(sides, cases, lines, runs, folder, min(os.cpu_count() or 1, 2), tell)
+            found = twins(sides, cases, lines, runs, folder, min(cores(), 2), tell)
     print_troubles(store, None)
     if options.json:
         print_json(_data(sides, device, found))
