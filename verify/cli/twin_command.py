@@ -81,8 +81,9 @@ def _check_place(sides: Sequence[Side], case: Any, runs: tuple[str, str]) -> Non
     for side in sides:
         side.workers.cell(run_of(side, case, runs), declared_for(case, side.domain))
     if all(side.workers.inside is False for side in sides):
-        folder, specs = sides[0].workers.place.folders[0], " and ".join(dict.fromkeys(side.spec for side in sides))
-        raise AdapterError(f"nothing was imported from {folder}: it lacks what {specs} import")
+        specs = [*dict.fromkeys(side.spec for side in sides)]
+        what = f"{' and '.join(specs)} import{'s' * (len(specs) == 1)}"
+        raise AdapterError(f"nothing was imported from {sides[0].workers.place.folders[0]}: it lacks what {what}")
 
 
 def _sentence(found: Twins) -> str:
