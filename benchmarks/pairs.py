@@ -21,7 +21,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -45,6 +44,7 @@ from verify.engine.explaining import explain
 from verify.execution.line import Run
 from verify.findings.known import NO_DEFECTS
 from verify.findings.store import Store
+from verify.process.cores import cores
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 from verify.zoo.animals import Animal, animals, right_of
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--draw", type=pathlib.Path, metavar="FILE", help="add findings to this file until it has enough")
     parser.add_argument("--shrink", type=pathlib.Path, metavar="FILE", action="append", help="shrink the findings of this file")
     parser.add_argument("--keep", type=pathlib.Path, metavar="FILE", help="add the smallest lines to this file")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=cores())
     options = records.options_of(parser)
     with tempfile.TemporaryDirectory(prefix="gdn-verify-pairs-") as folder:
         workers = [Worker(DEADLINE_S) for _ in range(options.workers)]

@@ -15,7 +15,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.process.cores import cores
 from verify.process.messages import Describe
 from verify.process.outcome import Outcome
 from verify.process.worker import Worker
@@ -107,7 +107,7 @@ def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
     """The runs of the first law of a book, grouped into the questions of a check. Other processes compile their keys first."""
     described = describe(options.adapter, worker)
     law = next(iter(book_of(described.domain).laws.values()))
-    processes = max(1, (os.cpu_count() or 1) - 2)
+    processes = max(1, cores() - 2)
     ahead = [Worker(COMPILE_S, environment=devices.environment("cuda")) for _ in range(processes)]
     compilers = Compilers(ahead, Describe(options.adapter))
 

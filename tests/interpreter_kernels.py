@@ -75,6 +75,12 @@ def annotated_kernel(
 
 
 @triton.jit
+def surplus_kernel(y):
+    i, j = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tl.store(y + 2 * i + j, (10 * i + j).to(tl.float32))
+
+
+@triton.jit
 def nearest_kernel(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty, fp_downcast_rounding="rtne"))
@@ -620,6 +626,12 @@ def check_loop_variables() -> None:
     y = torch.empty(8)
     loop_kernel[(1,)](y, 5, N=3)
     same(y, torch.tensor([0.0, 1, 2, 3, 4, 1, 2, 4]))
+
+
+def check_values_beyond_the_names_are_dropped() -> None:
+    y = torch.full((4,), -1.0)
+    surplus_kernel[(2, 2)](y)
+    same(y, torch.tensor([0.0, 1, 10, 11]))
 
 
 def check_scalar_mask() -> None:

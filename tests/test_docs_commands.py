@@ -1,13 +1,13 @@
 """The page of commands has the verbs, options, defaults, choices and exit codes of the parsers, and no others."""
 
 import argparse
-import os
 import re
 import shlex
 from collections.abc import Iterator
 
 from tests.pages import Row, code_column, codes, headings, prose_and_code, reference, section, table
 from tests.sources import definition, options, verbs
+from verify.process.cores import cores
 
 # docs/reference/commands.md
 
@@ -49,7 +49,7 @@ def test_the_defaults_of_options_are_those_of_the_parser() -> None:
             assert all(code in (action.help or "") for code in codes(cell) if not code.startswith("-")), name
             assert action.const is None or action.const in codes(cell), name
         elif action.dest == "workers":  # the default depends on the machine
-            assert action.default == min(os.cpu_count() or 1, 4), name
+            assert action.default == min(cores(), 4), name
             assert "cores, at most 4" in cell, name
         else:
             (code,) = codes(cell)

@@ -107,10 +107,58 @@ def wrong_inside(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return x.no_such_method(eps)  # type: ignore[no-any-return, attr-defined]
 
 
+def test_a_name_that_a_release_lacks_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("fla")
+    with_norm(monkeypatch)
+    outcome = execute(Run.parse(NORM))
+    assert outcome.verdict is Verdict.UNSUPPORTED
+    assert re.fullmatch(
+        r"this release cannot be asked: cannot import name 'l2norm' .*\(fla_modules\.py:\d+ in run\)", outcome.reason
+    )
+    monkeypatch.delitem(sys.modules, "fla.modules.l2norm")
+    monkeypatch.delattr(sys.modules["fla.modules"], "l2norm", raising=False)
+    outcome = execute(Run.parse(NORM))
+    assert (outcome.verdict, "No module named 'fla.modules.l2norm'" in outcome.reason) == (Verdict.UNSUPPORTED, True)
+
+
+def test_what_an_adapter_says_is_lacking_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("fla")
+    monkeypatch.setattr(fla.Chunk16, "chunk", 16)
+    monkeypatch.setattr(fla, "signature", lambda _: Signature(frozenset(), ""))
+    outcome = execute(Run.parse("law=oracle adapter=fla/chunk_16 lengths=3 backward=no"))
+    assert (outcome.verdict, outcome.reason.endswith("has no parameter chunk_size")) == (Verdict.UNSUPPORTED, True)
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "kda", "strays"),
+    [
+        ("tl.load(p_gk, mask=mask_k)", "tl.load(p_g, mask=mask_k, eviction_policy='evict_last')", False),
+        ("tl.load(p_gk)", "tl.load(p_g, mask=mask_k, eviction_policy='evict_last')", False),
+        ("tl.load(p_gk, mask=mask_k)", "tl.load(p_g, eviction_policy='evict_last')", True),
+        ("tl.load(p_gk)", "from fla.ops.gated_delta_rule.fused_recurrent import rule", True),
+        ("tl.load(p_gk, mask=mask_k)", "from fla.ops.gated_delta_rule.fused_recurrent import rule", False),
+    ],
+)
+def test_kernels_that_read_beyond_the_gates_get_widths_that_fill_their_blocks(
+    recurrent: str, kda: str, *, strays: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, load in (("gated_delta_rule", recurrent), ("kda", kda)):
+        folder = tmp_path / "fla" / "ops" / name
+        folder.mkdir(parents=True)
+        (folder / "fused_recurrent.py").write_text(f"{load}\ndef fused_recurrent_kda(q, gk, gv): ...\n")
+    (tmp_path / "fla" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fla", raising=False)
+    signature.cache_clear()
+    assert fla.reads_beyond_gates() is strays
+    narrow = fla.narrowed(Domain(operation="kda", key_dims=(1, 256)), "fla.ops.kda.fused_recurrent:fused_recurrent_kda")
+    assert [narrow.has_key(width) for width in (16, 24, 256)] == [True, not strays, True]
+    signature.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ({}, r"this release cannot be asked: cannot import name 'l2norm' .*\(fla_modules\.py:\d+ in run\)"),
         ({"l2norm": None}, r"this release cannot be asked: 'NoneType' object is not callable \(fla_modules\.py:\d+ in run\)"),
         ({"l2norm": without_eps}, r"this release cannot be asked: without_eps\(\) got an unexpected keyword argument 'eps' .*"),
     ],

@@ -330,7 +330,7 @@ def test_odd_runs_of_each_set_are_stratified() -> None:
     """However many runs: of eight, each quarter of a unit in the last place has the grid of one."""
     rule, values = dataclasses.replace(arithmetic("bf16", 64), first=1), torch.ones(64, 1, 1, dtype=torch.float64)
     for place in ("place", "another place"):
-        grid, _ = rule._grids(values, (place,), 8, 0.0, None, ())
+        grid, _ = rule.grids(values, (place,), 8, 0.0, None, ())
         for word, odd in enumerate(grid.flatten()[::2].reshape(8, 4)):
             base = grids._known()[zlib.crc32(f"{place}#{word}".encode()) % 2**20]
             assert sorted(((odd / base - 1.0) * 2.0**7 * 4).floor().tolist()) == [0, 1, 2, 3]

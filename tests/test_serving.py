@@ -38,6 +38,22 @@ FILES = {
 }
 
 
+def test_a_module_is_found_where_an_older_release_has_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = (("orchard.new.one", "orchard.middle.one", "orchard.old.one"), ("orchard.new", "orchard.old"))
+    library = dataclasses.replace(ORCHARD, needed=("orchard/old/one.py",), moved=moved)
+    write(tmp_path, {"old/one.py": "def rule(q, k): ...", "old/two.py": ""})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(libraries.LIBRARIES, "orchard", library)
+    assert [library.home(f"orchard.{name}") for name in ("new.one", "new.two", "new.six", "other")] == [
+        *("orchard.old.one", "orchard.old.two", "orchard.new.six", "orchard.other")
+    ]
+    assert [serving.takes(f"orchard.new.one:{rule}", "beta") for rule in ("rule", "not_there")] == [False, True]
+    assert serving.takes("orchard.new.one:rule", "k") and serving.takes("orchard.new.six:rule", "k")
+    write(tmp_path, {"middle/one.py": "def rule(q, beta): ..."})
+    assert library.home("orchard.new.one") == "orchard.middle.one"
+    assert serving.takes("orchard.new.one:rule", "beta")
+
+
 @pytest.fixture
 def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A folder with a library whose packages cannot be imported, and which is on sys.path. Leaves nothing of it behind."""

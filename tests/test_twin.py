@@ -18,7 +18,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from tests.test_across import answered, said
 from verify.adapters.loader import load
-from verify.cli.exits import BROKEN, HOLDS, USAGE
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.engine.across import BROKEN as IS_BROKEN
 from verify.engine.across import SiteVerdict, SiteWorkers, cell_of
 from verify.engine.twin import pairs
@@ -325,6 +325,41 @@ def test_a_wrong_server_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     (first, _) = told["cases"]
     assert len(first["drift"]["tokens"]) == 9 and "seed=5" in first["lines"][0]
     assert first["cells"][1]["verdict"] == IS_BROKEN
+
+
+ORCHARD = """
+from {tests} import Steps
+
+class Imports(Steps):
+    def bring(self):
+        import orchard
+
+    def run(self, x):
+        import orchard
+
+        return super().run(x)
+"""
+
+
+def test_one_place_serves_both_sides_if_one_of_them_takes_something_from_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "orchard.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("sides.py").write_text(ORCHARD.format(tests="tests.twin_adapters"))
+    imports, plain, place = "sides.py:Imports", adapter("Steps"), ("--path", "place")
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(FILE).parent.parent))
+    for pair in ((plain, imports), (imports, plain)):
+        code, told = answered(capfd, "twin", *pair, *place, "--tokens", "5", "--device", "cpu")
+        assert (code, told["answer"]) == (HOLDS, "same bits"), told
+    code, out, err = said(capfd, "twin", plain, plain, *place, "--tokens", "5", "--device", "cpu")
+    assert (code, out) == (USAGE, "")
+    assert "nothing was imported from" in err and f"it lacks what {plain} imports" in err
+    # Of two places each belongs to one side, which must take something from it.
+    code, out, _ = said(capfd, "twin", plain, imports, *place, *place, "--tokens", "5", "--device", "cpu")
+    assert code == UNDECIDED
+    assert "cause         not looked for: the trainer did not run\n" in out and "there is no difference" not in out
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Nearest(Arithmetic):
         """Return no drift."""
         return torch.zeros_like(x)
 
-    def _dither(
+    def disturbed(
         self,
         x: Tensor,
         places: tuple[str, ...],
@@ -54,14 +54,16 @@ class Nearest(Arithmetic):
         axis: int | None = None,
         widths: tuple[int, ...] = (),
     ) -> Tensor:
+        """Return x rounded in those of `places` that are among the arithmetic's own."""
         known = bits if isinstance(bits, tuple) else (bits,) * len(places)
         asked = tuple((self.bits or own) if place in self.places else EXACT for place, own in zip(places, known, strict=True))
-        return super()._dither(x, places, asked if len(asked) > 1 else asked[0], step, axis, widths)
+        return super().disturbed(x, places, asked if len(asked) > 1 else asked[0], step, axis, widths)
 
     def grid(self, like: Tensor, place: str) -> tuple[Tensor, Tensor]:
         """Return the grid of a place: 1, and nothing to divide by."""
-        return self._grids(like, (place,), self.stored, 0.0, None, ())
+        return self.grids(like, (place,), self.stored, 0.0, None, ())
 
-    def _grids(self, like: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def grids(self, like: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return grids that are not shifted: 1, and 1 to divide by."""
         one = like.new_ones([1] * like.ndim)
         return one, one

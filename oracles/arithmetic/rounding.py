@@ -151,7 +151,7 @@ class Arithmetic:
 
     def terms(self, x: Tensor, place: str, depth: int) -> Tensor:
         """Return x as an operand that gives its errors to a product, a sum of `depth` terms; for use outside autograd."""
-        return x if self.product == EXACT else self._dither(x, (place,), self.product_bits(depth), 0.0)
+        return x if self.product == EXACT else self.disturbed(x, (place,), self.product_bits(depth), 0.0)
 
     @property
     def memory(self) -> int:
@@ -205,7 +205,7 @@ class Arithmetic:
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
         if not self.rounds or min(forward, backward) >= MANTISSA[x.dtype]:
             return x
-        ahead = self._dither(x, (place,), forward, step)
+        ahead = self.disturbed(x, (place,), forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def choice(self, x: Tensor) -> Tensor:
@@ -260,9 +260,9 @@ class Arithmetic:
         self, x: Tensor, places: tuple[str, ...], bits: Bits | None, axis: int | None = None, widths: tuple[int, ...] = ()
     ) -> Tensor:
         bits = self.stored if bits is None else bits
-        return self._dither(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
+        return self.disturbed(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
 
-    def _dither(
+    def disturbed(
         self,
         x: Tensor,
         places: tuple[str, ...],
@@ -271,12 +271,18 @@ class Arithmetic:
         axis: int | None = None,
         widths: tuple[int, ...] = (),
     ) -> Tensor:
+        """Return x [runs, ...] with what each run does to it in `places`, for use outside autograd.
+
+        Every rounding of a value passes here, and a subclass may override it (oracles/arithmetic/nearest.py). `places` is one
+        place; or several, which are stacked along `axis` or lie side by side along the last axis in `widths`. `bits` is one number
+        for all places, or one for each, and `step` is the least absolute error.
+        """
         if not self.rounds:
             return x
         x = x.detach() if x.requires_grad else x
         if (bits if isinstance(bits, int) else min(bits)) >= MANTISSA[x.dtype]:
             return x
-        grid, back = self._grids(x, places, bits, step, axis, widths)
+        grid, back = self.grids(x, places, bits, step, axis, widths)
         return self._rough(x, grid, bits, axis, widths, back)
 
     def grid(self, like: Tensor, place: str) -> Grid:
@@ -288,11 +294,12 @@ class Arithmetic:
         if not self.rounds or bits >= MANTISSA[like.dtype]:
             one = like.new_ones([1] * like.ndim)
             return one, one
-        return self._grids(like, (place,), bits, step, None, ())
+        return self.grids(like, (place,), bits, step, None, ())
 
-    def _grids(
+    def grids(
         self, like: Tensor, places: tuple[str, ...], bits: Bits, step: float, axis: int | None, widths: tuple[int, ...]
     ) -> Grid:
+        """Return the grid s of each run in `places`, shaped to multiply `like`, and 1 / s. A subclass may override it."""
         last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
         left = self._left if bits == self.product == TF32_BITS else ()
         return grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths, left)
@@ -369,7 +376,7 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, place, bits, step = ctx.back  # type: ignore[attr-defined]
-        return arithmetic._dither(cotangents[0], (place,), bits, step), None, None, None, None, None
+        return arithmetic.disturbed(cotangents[0], (place,), bits, step), None, None, None, None, None
 
 
 class _Product(torch.autograd.Function):

@@ -16,7 +16,7 @@ from oracles.operation import Inputs
 from properties.rules.domain import Domain
 from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.base import Adapter
-from verify.adapters.interface import Unavailable, signature
+from verify.adapters.interface import Lacking, has_text, signature
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.packages import installed
 
@@ -48,6 +48,12 @@ RECURRENT: dict[str, Any] = {
     "left_out": ("none", "gate"),  # without beta the kernel reads outside a tensor if value heads share keys (docs/FINDINGS.md)
     "channel_decays": ("none", "keys", "values", "both"),
 }
+# The recurrent kernels before 0.6.0 load decays of channels without a mask. Each is found by its module and that line.
+UNMASKED = (
+    ("fla.ops.gated_delta_rule.fused_recurrent", "tl.load(p_gk)"),
+    ("fla.ops.kda.fused_recurrent", "tl.load(p_g, eviction_policy"),
+)
+POWERS = tuple(1 << power for power in range(9))
 
 
 class FlaAdapter(Adapter):
@@ -302,23 +308,33 @@ def narrowed(domain: Domain, place: str) -> Domain:
     inside = tuple(word for word in domain.in_kernel if needs[word] <= rule.parameters)
     takes = rule.parameters | ({"state_v_first"} if "transpose_state_layout" in rule.parameters else set())
     options = tuple((name, values) for name, values in domain.options if name in takes)
+    strays = domain.operation == "kda" and reads_beyond_gates()
     return dataclasses.replace(
         domain,
         in_kernel=inside,
         grouped_heads=domain.grouped_heads and "HV" in rule.doc,
-        channel_decays=domain.channel_decays if {"gk", "gv"} <= takes else ("none",),
+        channel_decays=domain.channel_decays if {"gk", "gv"} <= takes and not has_text(*UNMASKED[0]) else ("none",),
+        key_dims=Domain.key_dims if strays else domain.key_dims,
+        key_widths=POWERS if strays else domain.key_widths,
         lower_bounds=domain.lower_bounds if "lower_bound" in takes else ("none",),
         options=options,
         exact_options=tuple(name for name in domain.exact_options if name in dict(options)),
     )
 
 
+def reads_beyond_gates() -> bool:
+    """Whether the recurrent kernel of KDA reads beyond the gates, unless the number of key channels is a power of two."""
+    (rule, load), kda = UNMASKED
+    borrowed = "from fla.ops.gated_delta_rule.fused_recurrent import"  # KDA of 0.4.0 has no kernel of its own
+    return has_text(*kda) or (has_text(kda[0], borrowed) and has_text(rule, load))
+
+
 def _parameter(place: str, *names: str) -> str:
-    """The first of these names that is a parameter of the rule at `place`. Unavailable if none is."""
+    """The first of these names that is a parameter of the rule at `place`. Lacking if none is."""
     rule = signature(place)
     found = next((name for name in names if rule is None or name in rule.parameters), None)
     if found is None:
-        raise Unavailable(f"{place.replace(':', '.')} of fla-core {installed('fla-core')} has no parameter {names[0]}")
+        raise Lacking(f"{place.replace(':', '.')} of fla-core {installed('fla-core')} has no parameter {names[0]}")
     return found
 
 

@@ -1,9 +1,10 @@
 """Adapters of flash-linear-attention's layers GatedDeltaNet and KimiDeltaAttention. They adapt signatures and layout only."""
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +13,15 @@ from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from verify.adapters.base import Adapter
-from verify.adapters.fla import REQUIRES, SWITCH, chosen, core, decorating_later
+from verify.adapters.fla import POWERS, REQUIRES, SWITCH, chosen, core, decorating_later, reads_beyond_gates
+from verify.adapters.interface import Lacking, has_text, source
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
 MASK = (("mask", ("none", "ones")),)  # a mask of ones, which excludes no token; it may stand beside cu_seqlens
 SWISH = (("swish", SWITCH),)  # FLA's norm has a branch for each of the names swish and silu of one function
+ALWAYS_SHORT = "mode = 'fused_recurrent' if q_len <= 64 else self.mode"  # before 0.4.2 also in training, which then fails
+SHORT = 64  # tokens
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -41,6 +45,11 @@ class Layer(Adapter):
     )
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
+    source: ClassVar[str] = "fla.layers.gated_deltanet"
+
+    def __init__(self) -> None:
+        if source(self.source) is not None and not has_text(self.source, "output_gate_activation"):
+            self.domain = dataclasses.replace(self.domain, gatings=LayerDomain.gatings)  # older releases ignore the argument
 
     def bring(self) -> None:
         core()
@@ -50,6 +59,8 @@ class Layer(Adapter):
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x), _cache(x)
+        if has_text(self.source, ALWAYS_SHORT) and x.hidden.shape[1] <= SHORT and (module.training or x.hidden.requires_grad):
+            raise Lacking(f"this release of FLA trains on more than {SHORT} tokens at a time")
         parameters = self.parameters(x.layer, x)
         mask = padding_mask(x, x.hidden)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
@@ -93,12 +104,16 @@ class KdaLayer(Layer):
     """
 
     api = "fla.layers:KimiDeltaAttention"
+    source = "fla.layers.kda"
     omits = left_out(IN_FLA, "mode", "use_short_conv", "safe_gate", "lower_bound", "output_attentions")
     domain = LayerDomain("kda_layer", nothing=False, refills=False)
     counterpart: str | None = "fla/kda_layer_recurrent"
 
     def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
         from fla.layers import KimiDeltaAttention
+
+        if layer.key_dim not in POWERS and reads_beyond_gates():
+            raise Lacking(f"this release of FLA reads beyond the gates unless key_dim is a power of two, got {layer.key_dim}")
 
         module: torch.nn.Module = KimiDeltaAttention(**_widths(layer, x))
         return module.train(mode=False)
@@ -185,6 +200,9 @@ def _cache(x: Inputs) -> Any:
     if not x.output_final_state:
         return None
     cache = _import_cache()()
+    missing = getattr(sys.modules[type(cache).__module__], "FLALayer", Any)
+    if names := sorted(getattr(missing, "__abstractmethods__", ())):
+        raise Lacking(f"the cache of this release of FLA lacks {', '.join(names)}, which this transformers asks for")
     if x.state is not None:
         filters = [x.layer.sections[name] for name in "qkv"]
         # Copies, since the convolutions' single-token updates write to their caches in place.

@@ -1,5 +1,6 @@
 """Adapters of flash-linear-attention's modules. They adapt signatures and layout only."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -176,6 +177,11 @@ class KdaGate(FlaAdapter):
     algorithm = "pointwise"
     omits = left_out(IN_FLA, "output_dtype")
     domain = ModuleDomain("kda_gate", beta=False, lower_bounds=("none", "-5", "-1"), parameter_dtypes=("fp32", "input"))
+
+    def __init__(self) -> None:
+        rule = signature("fla.ops.kda.gate:fused_kda_gate")
+        if rule is not None and "lower_bound" not in rule.parameters:
+            self.domain = dataclasses.replace(self.domain, lower_bounds=("none",))
 
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.kda.gate import fused_kda_gate

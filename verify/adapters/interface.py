@@ -16,6 +16,10 @@ class Unavailable(ImportError):
     """A library, a module of it, or a name in a module is not there. A case that needs it gets no verdict."""
 
 
+class Lacking(Unavailable):
+    """The release that is here does not have what the adapter calls. A case that needs it is unsupported."""
+
+
 class Unsupported(Exception):
     """The implementation refuses a call, although its domain has the call. The case is not judged."""
 
@@ -37,7 +41,12 @@ def signature(place: str) -> Signature | None:
     """The signature of `package.module:function`, or None if there is no such package, module or function."""
     module, _, name = place.partition(":")
     file = source(module)
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file is not None else ():
+    return None if file is None else signature_in(file, name)
+
+
+def signature_in(file: pathlib.Path, name: str) -> Signature | None:
+    """The signature of a function of a file, or None if the file has no such function."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return Signature(_parameters(node), ast.get_docstring(node) or "", _calls(node))
     return None
@@ -52,6 +61,12 @@ def source(module: str) -> pathlib.Path | None:
     folders = (found.submodule_search_locations or ()) if found is not None and parts else ()
     files = (pathlib.Path(folder, *parts).with_suffix(".py") for folder in folders)
     return next((file for file in files if file.is_file()), None)
+
+
+def has_text(module: str, text: str) -> bool:
+    """Whether the source of a module of a package has this text. False if there is no such module."""
+    file = source(module)
+    return file is not None and text in file.read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -22,6 +22,7 @@ class Library:
     - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
     - `whole` are packages whose own `__init__.py` runs even without the requirements, since other modules need its names.
     - `stands_for` are packages that it requires and that stubs replace too, if they are not installed.
+    - `moved` has modules and packages that older releases have elsewhere: the name of today, and those before, from new to old.
     - `others` are further releases that we tried, from new to old, and `python` is the version of Python whose wheel is taken.
     """
 
@@ -33,6 +34,7 @@ class Library:
     gates: tuple[str, ...]
     whole: tuple[str, ...] = ()
     stands_for: tuple[str, ...] = ()
+    moved: tuple[tuple[str, ...], ...] = ()
     others: tuple[str, ...] = ()
     python: str = "3.11"
 
@@ -83,6 +85,15 @@ class Library:
                 return line[1]
         return None
 
+    def home(self, module: str) -> str:
+        """The name that the files in `folder()` have for a module: an older one if they do not have it by the name of today."""
+        folder = self.folder() or ""
+        for names in self.moved:
+            if module == names[0] or module.startswith(f"{names[0]}."):
+                places = [place + module.removeprefix(names[0]) for place in names]
+                return next((place for place in places if _is_module(folder, place)), module)
+        return module
+
     def missing(self) -> str:
         """One line that says how to get the library."""
         return (
@@ -91,6 +102,14 @@ class Library:
         )
 
 
+def _is_module(folder: str, name: str) -> bool:
+    """Whether a folder has a module or a package of this name."""
+    place = os.path.join(folder, *name.split("."))
+    return os.path.isfile(f"{place}.py") or os.path.isdir(place)
+
+
+_SGLANG_FLA = ("sglang.kernels.ops.attention.fla", "sglang.srt.layers.attention.fla")
+_VLLM_FLA = ("vllm.third_party.flash_linear_attention.ops", "vllm.model_executor.layers.fla.ops")
 _OF_EVERY_WHEEL = ("*.dist-info/METADATA", "*.dist-info/licenses/*", "*.dist-info/LICENSE*")
 LIBRARIES = {
     library.name: library
@@ -133,6 +152,14 @@ LIBRARIES = {
                 "sglang/srt/mem_cache/memory_pool.py",
             ),
             gates=("sglang.srt.utils", "sglang.kernels.jit.utils", "sglang.srt.mem_cache.memory_pool"),
+            moved=(
+                *(
+                    (f"sglang.kernels.ops.attention.linear.{name}", *(f"{place}.{name}" for place in _SGLANG_FLA))
+                    for name in ("fused_sigmoid_gating_recurrent", "fused_gdn_gating")
+                ),
+                _SGLANG_FLA,
+                ("sglang.kernels.ops.mamba", "sglang.srt.layers.attention.mamba"),
+            ),
         ),
         Library(
             "vllm",
@@ -145,6 +172,7 @@ LIBRARIES = {
                 "vllm/logging_utils/*.py",
                 "vllm/model_executor/custom_op.py",
                 "vllm/model_executor/layers/attention_layer_base.py",
+                "vllm/model_executor/layers/fla/ops/*.py",
                 "vllm/model_executor/layers/mamba/*.py",
                 "vllm/model_executor/layers/quantization/utils/quant_utils.py",
                 "vllm/model_executor/utils.py",
@@ -168,7 +196,11 @@ LIBRARIES = {
                 "vllm/v1/attention/backends/gdn_attn.py",
             ),
             gates=("vllm.third_party.flash_linear_attention.ops",),
-            whole=("vllm.logging_utils", "vllm.third_party.flash_linear_attention.ops"),
+            whole=("vllm.logging_utils", *_VLLM_FLA),
+            moved=(
+                ("vllm.models.kimi_k3.nvidia.ops.third_party.kda.chunk", *(f"{place}.kda" for place in _VLLM_FLA)),
+                _VLLM_FLA,
+            ),
         ),
         Library(
             "flashinfer",

@@ -16,6 +16,7 @@ import importlib.abc
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import sys
 import threading
 import types
@@ -26,7 +27,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from verify.adapters.fla import decorating_later
-from verify.adapters.interface import Unavailable
+from verify.adapters.interface import Lacking, Unavailable, signature_in
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
 EXTRAS = ("einops", "msgspec", "regex")  # as in the extra `serving` of pyproject.toml
@@ -38,18 +39,19 @@ _prepared: dict[str, bool] = {}  # the libraries that can be imported, and wheth
 def module(name: str) -> types.ModuleType:
     """Import a module of a serving library by its full name, such as "sglang.kernels.ops.attention.fla.chunk".
 
-    ValueError if no library has such names. Unavailable, in one line, if the library or the module is not there, or if importing it
-    fails.
+    The name is that of the newest release; an older release may have the module by another name (`moved` of a library). ValueError
+    if no library has such names. Lacking, in one line, if the library does not have the module, and Unavailable if the library is
+    not there, or if importing the module fails.
     """
     library = _library(name)
-    folder = _prepare(library)
+    folder, name = _prepare(library), library.home(name)
     try:
         # Without this, torch.compile and its like would import torch's compiler, which takes seconds in each worker.
         with decorating_later() if _prepared[library.name] else contextlib.nullcontext():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == library.name:
-            raise Unavailable(_lacks(library, folder, error.name or name)) from None
+            raise Lacking(_lacks(library, folder, error.name or name)) from None
         hint = f": pip install {error.name}" if error.name in (*EXTRAS, "transformers") else ""
         raise Unavailable(f"{name} needs the module {error.name}, which is not installed{hint}") from error
     except Exception as error:
@@ -59,7 +61,7 @@ def module(name: str) -> types.ModuleType:
 def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
     """Look up names in modules: `wanted` maps full names of modules to names in them.
 
-    Returns a namespace with all the names. Unavailable, in one line, says what is missing, and in which release.
+    Returns a namespace with all the names. Lacking, in one line, says what is missing, and in which release.
     """
     found: dict[str, Any] = {}
     for place, members in wanted.items():
@@ -68,9 +70,21 @@ def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
             values = vars(source)["_values"] if isinstance(source, Stub) else None
             if not hasattr(source, member) or (values is not None and member not in values):
                 library = _library(place)
-                raise Unavailable(_lacks(library, _prepare(library), f"{place}.{member}"))
+                raise Lacking(_lacks(library, _prepare(library), f"{place}.{member}"))
             found[member] = getattr(source, member)
     return types.SimpleNamespace(**found)
+
+
+def takes(place: str, parameter: str) -> bool:
+    """Whether a function of a library has a parameter. `place` is `module:function`; nothing is imported.
+
+    True for a function that is not there, so that a domain stays as it is and the call says what is missing.
+    """
+    name, _, function = place.partition(":")
+    library = _library(name)
+    file = pathlib.Path(library.folder() or "", *library.home(name).split(".")).with_suffix(".py")
+    found = signature_in(file, function) if file.is_file() else None
+    return found is None or parameter in found.parameters
 
 
 def uses_stubs() -> bool:

@@ -39,13 +39,13 @@ class Serving(Adapter):
 class SGLang(Serving):
     """Base of adapters of SGLang's kernels."""
 
-    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.23", "triton": "3.7.1"}
+    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.13", "triton": "3.7.1"}
 
 
 class VLLM(Serving):
     """Base of adapters of vLLM's kernels."""
 
-    requires: ClassVar[dict[str, str]] = {"vllm": "0.33.0", "triton": "3.7.1"}
+    requires: ClassVar[dict[str, str]] = {"vllm": "0.22.1", "triton": "3.7.1"}
 
 
 class Chunks(Serving):

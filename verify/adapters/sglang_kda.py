@@ -18,6 +18,7 @@ from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters import serving_kernels
 from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
+from verify.adapters.serving import takes
 from verify.adapters.serving_kernels import PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
 from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify
 
@@ -80,6 +81,10 @@ class ChunkKdaGated(SGLang, Chunks):
         batch_heads=MOST_ALONG_Y,
         options=FUSED,
     )
+
+    def __init__(self) -> None:
+        if not takes(f"{KDA}:chunk_kda", "beta_is_raw"):
+            self.domain = dataclasses.replace(self.domain, in_kernel=("gate",))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         pool = states(x)

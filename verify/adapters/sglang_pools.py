@@ -148,12 +148,14 @@ def commit(pool: Tensor, buffer: Tensor, slots: Tensor, steps: Tensor) -> None:
         module.fused_mamba_state_scatter_with_mask(pool.unsqueeze(0), buffer.unsqueeze(0), slots, steps)
         return
     size = pool[0].numel()
-    module._fused_mamba_state_scatter_with_mask_kernel[len(slots), 1, -(-size // SCATTERED)](
+    kernel = module._fused_mamba_state_scatter_with_mask_kernel
+    rows = [torch.arange(len(slots), dtype=torch.int32)] * ("src_indices_raw_ptr" in kernel.arg_names)  # from 0.5.22 on
+    kernel[len(slots), 1, -(-size // SCATTERED)](
         buffer,
         pool,
         slots.to(torch.int32),
         steps.to(torch.int32),
-        torch.arange(len(slots), dtype=torch.int32),
+        *rows,
         size,
         0,
         *buffer.stride()[:2],

@@ -8,6 +8,7 @@ among these values answer as the library's own would on this host. Names that ar
 import contextlib
 import functools
 import importlib
+import os
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,6 +102,10 @@ def _platform() -> Any:
     return getattr(importlib.import_module(f"sglang.srt.platforms.{place}"), kind)()
 
 
+def _is_set(name: str, default: str = "false") -> bool:
+    return os.getenv(name, default).lower() in ("true", "1")
+
+
 _OTHER_HARDWARE = ("is_cpu", "is_npu", "is_xpu", "is_hpu", "is_musa", "is_mps", "is_sail", "cpu_has_amx_support")
 _SGLANG_UTILS: Values = {
     **_constants(
@@ -122,12 +127,14 @@ _SGLANG_UTILS: Values = {
         next_power_of_2=lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
         async_h2d=_to_device,
         log_info_on_rank0=_nothing,
+        get_bool_env_var=_is_set,
     ),
     "torch_release": lambda: Version(torch.__version__).release,
 }
 _SGLANG: Mapping[str, Values] = {
     "sglang.srt.utils": _SGLANG_UTILS,
     "sglang.srt.utils.common": _SGLANG_UTILS,
+    "sglang.utils": _constants(is_in_ci=_never),
     "sglang.kernels.jit.utils": {
         **_constants(is_arch_support_pdl=launches_dependents),
         **_from("sglang.kernels.jit.utils.common", "cache_once", "is_hip_runtime", "is_musa_runtime"),
@@ -236,6 +243,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.multimodal.inputs": {},
     "vllm.multimodal.utils": {},
     "vllm.utils.hashing": {},
+    "vllm.utils.mem_utils": {},
     "vllm.v1.core.kv_cache_metrics": {},
     "vllm.v1.request": {},
     "vllm.v1.utils": {},

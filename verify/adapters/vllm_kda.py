@@ -15,6 +15,7 @@ from properties.rules.domain import Domain
 from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
+from verify.adapters.serving import takes
 from verify.adapters.serving_kernels import PROMPTS, VLLM, Chunks, call, dense, flat_bias, side_by_side, states, whole_tokens
 from verify.adapters.vllm_pools import POOL, STEPS, blocks_of_tokens
 
@@ -55,14 +56,24 @@ class ChunkKdaGated(VLLM, Chunks):
         parameter_dtypes=("fp32", "input"),
     )
 
+    def __init__(self) -> None:
+        place = f"{self.source}:chunk_kda_with_fused_gate"
+        self.bounded, inside = takes(place, "lower_bound"), takes(place, "raw_beta")
+        self.domain = dataclasses.replace(
+            self.domain,
+            in_kernel=("both",) if inside else ("gate",),
+            lower_bounds=BOUNDS if self.bounded else BOUNDS[:1],
+        )
+
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        beta = x.b if x.get("beta") is None else x.beta
         o, final = call(
             self.module().chunk_kda_with_fused_gate,
             x,
-            *(*whole_tokens(x), x.v.clone(), x.a, x.b, x.A_log.contiguous(), flat_bias(x)),
+            *(*whole_tokens(x), x.v.clone(), x.a, beta, x.A_log.contiguous(), flat_bias(x)),
             initial_state=None if x.state is None else states(x),
             output_final_state=x.output_final_state,
-            lower_bound=x.get("lower_bound"),
+            **({"lower_bound": x.get("lower_bound")} if self.bounded else {}),
         )
         return o, None if final is None else final.mT
 
@@ -75,13 +86,17 @@ class KdaGate(VLLM):
     omits = left_out(IN_VLLM, "beta", "threshold")
     domain = ModuleDomain("kda_gate", beta=False, backward=False, lower_bounds=BOUNDS, parameter_dtypes=("fp32", "input"))
 
+    def __init__(self) -> None:
+        self.bounded = takes(f"{self.source}:fused_kda_gate", "lower_bound")
+        self.domain = self.domain if self.bounded else dataclasses.replace(self.domain, lower_bounds=BOUNDS[:1])
+
     def run(self, x: Inputs) -> Tensor:
         g: Tensor = self.module().fused_kda_gate(
             dense(x.a).flatten(-2),
             x.A_log.contiguous(),
             x.a.shape[-1],
             flat_bias(x),
-            lower_bound=x.get("lower_bound"),
+            **({"lower_bound": x.get("lower_bound")} if self.bounded else {}),
         )
         return g
 

@@ -1,11 +1,13 @@
 """Faults: what an exception of an implementation says about it, and what says nothing about it."""
 
 import os
+import sys
 import traceback
+import types
 
 import torch
 
-from verify.adapters.interface import Unavailable, Unsupported
+from verify.adapters.interface import Lacking, Unavailable, Unsupported
 from verify.adapters.serving import uses_stubs
 from verify.gpu import device as devices
 from verify.interpreter import Race, TooManyPrograms, UnknownTriton
@@ -54,13 +56,22 @@ def blamed(error: Exception, device: str, output: str = "call") -> tuple[Excepti
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
         return Unavailable(f"{short(error)} ({frame(error)})"), ""
     if _lacks_an_interface(error):
-        return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
+        kind = Lacking if _lacks_a_name(error) else Unavailable  # another failure may be a fault of the adapter
+        return kind(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
         return AdapterFault(output, FailureKind.CRASHED, f"crashed: {lost}", frame(error), source=source(error)), lost
     name = type(error).__name__
     what = f"raised {name}: {short(error)}"
     return AdapterFault(output, FailureKind.RAISED, what, frame(error), detail=name, source=source(error)), lost
+
+
+def _lacks_a_name(error: Exception) -> bool:
+    """Whether a package that is there lacks a module, or a module a name."""
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, types.ModuleType)
+    package, dot, _ = (getattr(error, "name", "") or "").partition(".")
+    return isinstance(error, ImportError) and bool(dot) and package in sys.modules
 
 
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from verify.engine.profiles import PROFILES
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
+from verify.process.cores import cores
 from verify.process.worker import Worker
 
 
@@ -35,7 +35,7 @@ def across(options: argparse.Namespace) -> int:
         runs = runs or _lines(options, places[-1])
         placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
         with progress() as tell:
-            columns = engine.matrix(placed, runs, options.workers or min(os.cpu_count() or 1, 4), tell)
+            columns = engine.matrix(placed, runs, options.workers or min(cores(), 4), tell)
     print_troubles(store, None)
     if not options.lines:
         runs, columns = _that_say_something(runs, columns)

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import textwrap
@@ -44,6 +43,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
+from verify.process.cores import cores
 
 SHOWN = 3  # lines of each change
 TOLD = tuple(change for change in CHANGES if change not in (BOTH[HOLDS], NEITHER))  # the changes of which lines are shown
@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace) -> int:
             stack.callback(one.close)
         runs = _drawn(options, placed, device)
         with progress() as tell:
-            found = engine.compare(placed, runs, min(os.cpu_count() or 1, 2), tell)
+            found = engine.compare(placed, runs, min(cores(), 2), tell)
         if device == "cuda":
             engine.timed(found, runs, lambda number: SiteWorkers(sites[number], deadline_s, store))
     print_troubles(store, None)

@@ -10,6 +10,7 @@ from verify.execution import sanitizer as sanitize
 from verify.gpu import device as devices
 from verify.gpu import policies
 from verify.process.choices import NoGpu
+from verify.process.cores import cores
 from verify.process.environment import DENIED
 from verify.process.worker import Worker
 from verify.ranks.group import Answering, RankGroup
@@ -40,7 +41,7 @@ def read_deny_list(path: str | None, *, new: bool = False) -> None:
 
 def compilers_of(device: str) -> int:
     """How many processes compile ahead: one for each core, at most COMPILERS; none on a CPU. They give way to the workers."""
-    return 0 if device == "cpu" else min(COMPILERS, os.cpu_count() or 1)
+    return 0 if device == "cpu" else min(COMPILERS, cores())
 
 
 def deadline_of(options: argparse.Namespace) -> float:
@@ -96,17 +97,17 @@ def workers_of(
 
 def count_of(options: argparse.Namespace, device: str) -> int:
     """How many workers run cases: `--workers`, or one for each GPU, or on a CPU one for each core, at most four."""
-    return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(os.cpu_count() or 1, 4)))
+    return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(cores(), 4)))
 
 
 def engine_workers_of(options: argparse.Namespace) -> int:
     """The least number of workers for a serving engine on GPUs: `--workers`, or one for every two cores, at most ENGINES."""
-    return int(options.workers or min(ENGINES, (os.cpu_count() or 1) // 2))
+    return int(options.workers or min(ENGINES, cores() // 2))
 
 
 def gpu_workers_of(options: argparse.Namespace) -> int:
     """The least number of workers for kernels on GPUs: `--workers`, or one for every two cores, at most SHARING for each GPU."""
-    return int(options.workers or min(SHARING * devices.gpus(), (os.cpu_count() or 1) // 2))
+    return int(options.workers or min(SHARING * devices.gpus(), cores() // 2))
 
 
 @contextlib.contextmanager

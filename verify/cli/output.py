@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import pathlib
 import sys
@@ -37,6 +38,15 @@ def print_troubles(store: Store, examples: Examples | None) -> None:
 def print_json(data: dict[str, Any]) -> None:
     """Print JSON on stdout, in one line."""
     terminal.write(json.dumps(data), sys.stdout)
+
+
+def finite(value: Any) -> Any:
+    """Plain data with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class JsonLines:

@@ -1,7 +1,6 @@
 """The parsers of the command line, one for each verb. They need no torch, so that help and refusals are quick."""
 
 import argparse
-import os
 import re
 from typing import Any, NoReturn
 
@@ -40,6 +39,7 @@ from verify.cli.terminal import print_error
 from verify.engine.profiles import PROFILES
 from verify.findings.store import FOLDER as FINDINGS
 from verify.process.choices import DEVICES
+from verify.process.cores import cores
 from verify.zoo.incidents import LETTERS
 
 # The first part of each published change, by the change's number.
@@ -496,7 +496,7 @@ def _zoo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=positive_word,
-        default=min(os.cpu_count() or 1, 4),
+        default=min(cores(), 4),
         help="number of processes (default: one for each core, at most 4)",
     )
     parser.add_argument(

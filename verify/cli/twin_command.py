@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import math
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,20 +13,22 @@ from verify.cli import terminal
 from verify.cli.across_command import drawn, places_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import deadline_of, device_of, read_deny_list
-from verify.cli.output import print_json, print_troubles, progress
+from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
 from verify.engine.across import Site, SiteWorkers
 from verify.engine.asking import describe
-from verify.engine.twin.cases import cases_of, comparable
+from verify.engine.twin.cases import cases_of, comparable, declared_for
 from verify.engine.twin.causes import SIDES
 from verify.engine.twin.measures import VOCABULARY, Drift, stretches
-from verify.engine.twin.pairs import EXPLAINS, Answer, Side, Twins, shared_promises, twins
+from verify.engine.twin.pairs import EXPLAINS, Answer, Side, Twins, run_of, shared_promises, twins
 from verify.execution.twins import EXPLAINED
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
+from verify.process.cores import cores
 
 TOKENS = {"quick": 1024, "interpreted": 192, "slow": 64}  # on a CPU, by what a token costs
 ON_GPU = 4096
+PROBED = 16  # tokens of a call that shows where modules come from; as 4096, a multiple of 16, for which Triton compiles anew
 VISIBLE = 0.005  # a smaller share is printed as a dash
 CODES = {Answer.SAME: HOLDS, Answer.ROUNDING: HOLDS, Answer.WRONG: BROKEN, Answer.UNDECIDED: UNDECIDED}
 
@@ -40,7 +40,8 @@ def twin(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         places = places_of(options, specs, stack) or [Site("here", "")]
-        placed = [SiteWorkers(place, deadline_of(options), store, number) for number, place in enumerate((places * 2)[:2])]
+        places = places if len(places) == 2 else [dataclasses.replace(places[0], shared=True)] * 2
+        placed = [SiteWorkers(place, deadline_of(options), store, number) for number, place in enumerate(places)]
         for one in placed:
             stack.callback(one.close)
         sides = [_side(one, spec, device) for one, spec in zip(placed, specs, strict=True)]
@@ -55,9 +56,11 @@ def twin(options: argparse.Namespace) -> int:
         asked = argparse.Namespace(law=laws, profile="few", seed=options.seed)
         lines = [drawn(asked, side.spec, side.workers.place, side.workers.worker(device), device) if laws else [] for side in sides]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-"))
-        tune = str(options.seed) if device == "cuda" else ""
+        runs = (device, str(options.seed) if device == "cuda" else "")
+        if places[0].shared and places[0].folders:
+            _check_place(sides, cases_of(domains, min(tokens, PROBED), device, options.seed)[0], runs)
         with progress() as tell:
-            found = twins(sides, cases, lines, (device, tune), folder, min(os.cpu_count() or 1, 2), tell)
+            found = twins(sides, cases, lines, runs, folder, min(cores(), 2), tell)
     print_troubles(store, None)
     if options.json:
         print_json(_data(sides, device, found))
@@ -71,6 +74,16 @@ def _side(one: SiteWorkers, spec: str, device: str) -> Side:
         raise AdapterError(f"{spec} cannot be loaded in {one.place.name}: {one.place.trouble}")
     one.described[spec] = describe(one.place.adapters.get(spec, spec), one.worker(device))
     return Side(one, spec, comparable(one.described[spec].domain))
+
+
+def _check_place(sides: Sequence[Side], case: Any, runs: tuple[str, str]) -> None:
+    """Call both sides, which share a place. AdapterError if neither imports anything from the place's folders."""
+    for side in sides:
+        side.workers.cell(run_of(side, case, runs), declared_for(case, side.domain))
+    if all(side.workers.inside is False for side in sides):
+        specs = [*dict.fromkeys(side.spec for side in sides)]
+        what = f"{' and '.join(specs)} import{'s' * (len(specs) == 1)}"
+        raise AdapterError(f"nothing was imported from {sides[0].workers.place.folders[0]}: it lacks what {what}")
 
 
 def _sentence(found: Twins) -> str:
@@ -132,6 +145,8 @@ def _cause(found: Twins) -> str:
         return f"{found.cause.knob}: {found.cause.switch} explains {found.cause.share:.0%} of the squared difference"
     if found.causes:
         return f"no single switch explains {EXPLAINS:.0%}"
+    if absent := found.widest.absent:
+        return f"not looked for: the {' and the '.join(absent)} did not run"
     equal = not found.widest.unequal.get(found.widest.y)
     return "there is no difference" if equal else f"not looked for: the first {EXPLAINED} tokens are equal, or not numbers"
 
@@ -147,17 +162,9 @@ def _data(sides: Sequence[Side], device: str, found: Twins) -> dict[str, Any]:
         "answer": str(found.answer),
         "wrong": found.wrong,
         "cause": dataclasses.asdict(found.cause) if found.cause else None,
-        "causes": [_finite(dataclasses.asdict(cause)) for cause in found.causes],
-        "cases": [_finite({**dataclasses.asdict(pair), "cells": [cell.to_json() for cell in pair.cells]}) for pair in found.pairs],
+        "causes": [finite(dataclasses.asdict(cause)) for cause in found.causes],
+        "cases": [finite({**dataclasses.asdict(pair), "cells": [cell.to_json() for cell in pair.cells]}) for pair in found.pairs],
         "promises": [
             {"promise": kept.promise, "law": kept.law, "cells": [cell.to_json() for cell in kept.cells]} for kept in found.promises
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -28,6 +28,7 @@ class Site:
 
     - `name`: a short name, such as "fla-core 0.5.2". `option`: the words that name it on a command line
     - `folders`: where modules are looked for first. At least one module must come from them
+    - `shared`: whether several adapters are asked here, of which each takes from the folders what they have, perhaps nothing
     - `environment`, `python`: the variables and the interpreter of the place's workers, by default the one that runs
     - `adapters`: for adapters whose file is another in this place, how they are named here
     - `trouble`: why nothing can be asked in this place, or ""
@@ -40,6 +41,7 @@ class Site:
     python: str | None = None
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trouble: str = ""
+    shared: bool = False
 
     def worker(self, device: str, deadline_s: float, number: int = 0) -> Worker:
         """A worker of this place. On GPUs, workers have them in turn, by their numbers."""
@@ -95,6 +97,7 @@ class SiteWorkers:
         self._sure: set[str] = set()  # adapters that import from the place's folders
         self.described: dict[str, Described] = {}
         self.outcomes: dict[Run, Outcome] = {}  # of the lines that could be asked
+        self.inside: bool | None = None  # whether modules came from the place's folders; None if that is not known yet
         self._closed = False
 
     def cell(self, run: Run, declared: dict[str, Any] | None = None) -> SiteVerdict:
@@ -149,7 +152,8 @@ class SiteWorkers:
             assert not isinstance(origins, Failure), origins
             if origins.elsewhere:
                 return f"{origins.elsewhere[0]} was imported, and not that of {self.place.folders[0]}"
-            if not origins.inside:
+            self.inside = origins.inside
+            if not (origins.inside or self.place.shared):
                 return f"nothing was imported from {self.place.folders[0]}: it lacks what the adapter imports"
         return ""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from properties.laws.law import Blind, Breach, Law
 from properties.words.example import Example
-from verify.adapters.interface import Unavailable, Unsupported
+from verify.adapters.interface import Lacking, Unavailable, Unsupported
 from verify.adapters.loader import AnyAdapter, load
 from verify.bench.faults import AdapterFault, NoRoom, OutOfMemory, no_memory, short
 from verify.execution.judge import NOTHING, LayOut, Where, judge
@@ -113,6 +113,8 @@ def judged(
         outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=breach.way)]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
+    except Lacking as error:
+        outcome.verdict, outcome.reason = Verdict.UNSUPPORTED, str(error)
     except (UnknownTriton, Unavailable) as error:
         outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
     except Unsupported as error:

@@ -55,10 +55,15 @@ def patch_language() -> None:
     put("ASTTransformer.visit_For", visit_for)
 
     def visit_assign(self: Any, node: ast.Assign) -> ast.Assign:
-        """As Triton's does, but look into the value too. Triton does so since 3.9."""
+        """As Triton's does, but look into the value too. Triton does so since 3.9.
+
+        Of a tuple with more values than names, the first ones are assigned, as the compiler does (`assignTarget` in Triton 3.7.1).
+        """
         self.generic_visit(node)
         if len(node.targets) > 1:
             raise ValueError("Multiple assignments are not supported")
+        if isinstance(node.value, ast.Tuple) and isinstance(target := node.targets[0], ast.Tuple):
+            node.value.elts = node.value.elts[: len(target.elts)]
         converted = ast.parse("interpreter_semantic.to_tensor(value, False)", mode="eval").body
         assert isinstance(converted, ast.Call)
         converted.args[0] = node.value

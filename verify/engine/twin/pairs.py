@@ -52,6 +52,7 @@ class Pair:
 
     `y` is the output that is compared by token, and `drift` says how far it is apart; it is None if a side returned nothing.
     `unequal` has for each output the share of numbers that differ. `left` has, in words, the ways in which a side was not called.
+    `absent` are the sides that returned nothing.
     """
 
     lines: tuple[str, ...]
@@ -60,6 +61,7 @@ class Pair:
     drift: Drift | None = None
     unequal: dict[str, float] = dataclasses.field(default_factory=dict)
     left: list[str] = dataclasses.field(default_factory=list)
+    absent: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +161,7 @@ class _Case:
 
 
 def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, tell: Callable[[int, int], None]) -> _Case:
-    device, tune = runs
-    products = side.workers.described[side.spec].products if device == "cuda" else "ieee"
-    run, declared = (
-        Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune),
-        declared_for(case, side.domain),
-    )
+    device, run, declared = runs[0], run_of(side, case, runs), declared_for(case, side.domain)
     found = _Case(str(run), side.workers.cell(run, declared), {}, [])
     left_out = (ALONE, TURNED) * (len(case.lengths) == 1) + (PARTS, STEPS) * (not carries(run.example.case))
     ways = [way for way in WAYS if way not in left_out and found.cell.verdict != NOT]
@@ -179,6 +176,13 @@ def _called(side: Side, case: Any, runs: tuple[str, str], file: str, name: str, 
             if way == WHOLE:
                 break
     return found
+
+
+def run_of(side: Side, case: Any, runs: tuple[str, str]) -> Run:
+    """The line of a side's law `oracle` for a case. `runs` has its device and its word `tune`."""
+    device, tune = runs
+    products = side.workers.described[side.spec].products if device == "cuda" else "ieee"
+    return Run("oracle", side.spec, Example(suited(case, side.domain)), products, device, tune)
 
 
 def _worst(one: SiteWorkers, runs: Sequence[Run], tell: Callable[[int, int], None]) -> dict[str, SiteVerdict]:
@@ -198,8 +202,8 @@ def _badness(cell: SiteVerdict) -> tuple[int, float]:
 def _pair(case: Any, *sides: _Case) -> Pair:
     y, left = token_output(case.spec), [words for side in sides for words in side.left]
     pair = Pair(tuple(side.line for side in sides), tuple(side.cell for side in sides), y, left=left)
-    if not all(WHOLE in side.results for side in sides):
-        return pair
+    if absent := [name for name, side in zip(SIDES, sides, strict=True) if WHOLE not in side.results]:
+        return dataclasses.replace(pair, absent=absent)
     one, other = (side.results[WHOLE] for side in sides)
     unequal = {name: float((one[name].double() != other[name].double()).double().mean()) for name in one if name in other}
     inputs = case.inputs("cpu")
