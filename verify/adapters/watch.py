@@ -91,12 +91,14 @@ def watch(
     for name, value, choices in (("operation", operation, OPERATIONS), ("products", products, ("ieee", "tf32"))):
         if value is not None and value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    module = watched if isinstance(watched, nn.Module) else None
-    name = type(watched).__name__ if module is not None else getattr(watched, "__name__", type(watched).__name__)
-    known = _known(name, getattr(watched, "__module__", ""))
+    module, function = (watched, watched.forward) if isinstance(watched, nn.Module) else (None, watched)
+    given = functools.partial(function)  # a partial of a partial is flat
+    name = type(watched).__name__ if module is not None else getattr(given.func, "__name__", type(given.func).__name__)
+    known = _known(name, getattr(given.func, "__module__", ""))
     operation = operation or known["operation"]
-    if operation is None:
-        sys.stderr.write(f"gdn-verify watch: {name} is not watched: its name has no operation, so set operation=...\n")
+    if operation is None or not _has_signature(given.func):
+        why = "its name has no operation, so set operation=..." if operation is None else "Python does not know its arguments"
+        sys.stderr.write(f"gdn-verify watch: {name} is not watched: {why}\n")
         return watched
     classes = OPERATIONS[operation].classes
     declares = {
@@ -106,7 +108,7 @@ def watch(
     }
     if declares["algorithm"] not in classes:
         raise ValueError(f"algorithm must be one of {', '.join(classes)} for {operation}, got {algorithm!r}")
-    reader = _Reader(operation, inspect.signature(watched if module is None else module.forward), module, names, layout)
+    reader = _Reader(operation, given, module, names, layout)
     folder = functools.partial(Folder, os.fspath(out), name, operation, declares, keep, statistics=statistics)
     watcher = Watcher(name, reader, folder, every, share, gradients=gradients)
     if module is None:
@@ -115,6 +117,12 @@ def watch(
     module.register_forward_pre_hook(_Before(watcher, open_calls), with_kwargs=True)
     module.register_forward_hook(_After(watcher, open_calls), with_kwargs=True, always_call=True)
     return watched
+
+
+def _has_signature(function: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        return bool(inspect.signature(function).parameters)
+    return False
 
 
 def _known(name: str, module: str) -> dict[str, Any]:
@@ -135,21 +143,23 @@ class _Reader:
     def __init__(
         self,
         operation: str,
-        signature: inspect.Signature,
+        given: "functools.partial[Any]",
         module: nn.Module | None,
         names: Mapping[str, str | None],
         layout: Mapping[str, str],
     ) -> None:
-        self.operation, self.signature, self.layout = operation, signature, dict(layout)
-        self.module = module and weakref.ref(module)
+        self.operation, self.given, self.layout = operation, given, dict(layout)
+        self.signature = inspect.signature(given.func)
+        self.module = module
         self.names: dict[str, str | None] = {**THEIRS, **dict.fromkeys(MEANINGLESS), **names}
 
     def sample(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
         """The call, with its own tensors. Lost says why it is none that we know."""
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            bound = self.signature.bind(*self.given.args, *args, **{**self.given.keywords, **kwargs})
         except TypeError as error:
             raise Lost(f"a call does not fit its signature: {error}") from None
+        bound.apply_defaults()
         found, default = dict[str, Any](), dict[str, Any]()
         for name, parameter in self.signature.parameters.items():
             kind = parameter.kind
@@ -187,7 +197,8 @@ class _Reader:
             if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or _wrapped(x):
                 raise Lost(f"{name} is no plain tensor of torch: {type(x).__name__}")
         options = {name: value for name, value in values.items() if name in spec.options and not isinstance(value, Tensor)}
-        return Sample(number, spec, tensors, options, layout)
+        chunk = found.get("chunk_size")
+        return Sample(number, spec, tensors, options, layout, chunk if isinstance(chunk, int) else None)
 
     def _spec(self, values: Mapping[str, Any]) -> Operation:
         if self.operation not in RULES:
@@ -204,7 +215,7 @@ class _Reader:
         if self.module is None:
             return {}
         names = {*(port.name for port in spec.inputs), *spec.options} - values.keys()
-        found = {name: getattr(self.module(), name, None) for name in names}
+        found = {name: getattr(self.module, name, None) for name in names}
         return {name: value for name, value in found.items() if isinstance(value, Tensor | bool | int | float)}
 
 
@@ -363,8 +374,9 @@ class Watcher:
         self._waiting.clear()
         sample.settle()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="gdn-verify watch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write_all, name="gdn-verify watch", daemon=True)
+            thread.start()
+            self._thread = thread
         self._queue.put(sample)
 
     def _write_all(self) -> None:

@@ -37,9 +37,16 @@ class Sample:
     """One call: copies of its inputs, outputs, cotangents and gradients, which lie on its device."""
 
     def __init__(
-        self, number: int, spec: Operation, call: dict[str, Tensor], options: Mapping[str, Any], layout: Mapping[str, str]
+        self,
+        number: int,
+        spec: Operation,
+        call: dict[str, Tensor],
+        options: Mapping[str, Any],
+        layout: Mapping[str, str],
+        chunk: int | None,
     ) -> None:
         self.number, self.spec, self.call, self.options, self.layout = number, spec, call, options, layout
+        self.chunk = chunk  # its length, if the call says it
         self.begun, self.cost_s, self.submitted = time.monotonic(), 0.0, False
         self.device = next(iter(call.values())).device
         self.inputs, self.outputs = dict[str, Tensor](), dict[str, Tensor]()
@@ -148,6 +155,8 @@ class Folder:
         sample.await_copies(stopped)
         parts = sample.tensors()
         about = {"call": sample.number, "time": round(time.time(), 3), "options": _texts(sample.options)}
+        about |= {} if sample.chunk is None else {"chunk": sample.chunk}
+        about |= {} if sample.device.type == "cuda" else {"products": "ieee"}  # as everywhere but on a GPU
         if self._statistics:
             with self._beside(sample.device):
                 counts = [{name: statistics_of(name, x, stopped) for name, x in part.items()} for part in parts]

@@ -177,7 +177,7 @@ def _judge_dumps(options: argparse.Namespace) -> int:
     watched = is_watched(options.folder)
     found = watched_in if watched else dumps_in
     if not (names := found(options.folder) if os.path.isdir(options.folder) else []):
-        what = "has no calls that FlashInfer has dumped or verify.watch has written"
+        what = "has statistics alone" if watched else "has no calls that FlashInfer has dumped or verify.watch has written"
         raise ValueError(f"{options.folder} {what}; to judge an export, name its ANSWERS too")
     verdicts, out = list[Verdict](), sys.stderr if options.json == "-" else sys.stdout
     with JsonLines(options.json) as lines:

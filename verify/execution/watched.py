@@ -188,7 +188,8 @@ def read_call(path: str) -> Watched:
         spec = _rule(operation, question, results)
     x = Inputs(**{**values, **question})
     spec.check(x)
-    return Watched(spec, x, cotangents, results, manifest["declares"])
+    said = {name: about[name] for name in ("chunk", "products") if name in about}
+    return Watched(spec, x, cotangents, results, {**manifest["declares"], **said})
 
 
 def _rule(operation: str, question: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> Operation:
