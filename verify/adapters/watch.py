@@ -428,7 +428,7 @@ class Watcher:
             self._ending.set()
             thread.join(wait_s)
         if self.calls and not self.sampled and not self.lost:
-            self._say("none", f"none of {self.calls} calls was sampled: within {self.share:.2%} of the time there was none for one")
+            self._say("none", f"none of {self.calls} calls was sampled: it would have taken more than {self.share:.2%} of the time")
 
 
 class _Function:
