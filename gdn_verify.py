@@ -39,7 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """`plugin` is the pytest plugin: ours, or if another module has the name of its package, one that says so where it is used."""
+    """`watch` is verify.watch, or raises Shadowed. `plugin` is the pytest plugin: ours, or if another module has the name of its
+    package, one that says so where it is used."""
+    if name == "watch":
+        check_names()
+        import verify
+
+        return verify.watch
     if name != "plugin":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -18,9 +18,9 @@ from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
 from tests import process_server
 from tests.files_kernels import example, wrong
-from verify.adapters.files_adapter import MANIFEST, FilesAdapter, Writer, kind_of, manifest_of
+from verify.adapters.files_adapter import FilesAdapter, Writer, kind_of, manifest_of
 from verify.adapters.registry import AdapterError
-from verify.adapters.tensor_files import WrongFile, memory_of, read, write
+from verify.adapters.tensor_files import MANIFEST, WrongFile, memory_of, read, write
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.cli.main import main
 from verify.engine.drawing import of_law

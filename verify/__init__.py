@@ -1,4 +1,4 @@
-"""The public classes of gdn-verify: adapters and domains. docs/map.md lists the packages and which may import which."""
+"""The public names of gdn-verify: adapters, domains and `watch`. docs/map.md lists the packages and which may import which."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from verify.adapters.files_adapter import FilesAdapter as FilesAdapter
     from verify.adapters.onnx_adapter import OnnxAdapter as OnnxAdapter
     from verify.adapters.process_adapter import ProcessAdapter as ProcessAdapter
+    from verify.adapters.watch import watch as watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     ),
     "TraceAdapter",
     "TraceDomain",
+    "watch",
 ]
 
 _PLACES = {
@@ -60,6 +62,7 @@ _PLACES = {
     "ProcessAdapter": "verify.adapters.process_adapter",
     "TraceAdapter": "verify.adapters.base",
     "TraceDomain": "properties.traces.domain",
+    "watch": "verify.adapters.watch",
 }
 
 

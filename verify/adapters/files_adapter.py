@@ -18,10 +18,20 @@ from verify.adapters.foreign import AskedAdapter, Call, Place
 from verify.adapters.interface import Unavailable
 from verify.adapters.process_adapter import options_of, words_of
 from verify.adapters.registry import ANSWERS, AdapterError
-from verify.adapters.tensor_files import ENDING, NAMES, WrongFile, memory_of, one_line, opened, parsed, read, write
+from verify.adapters.tensor_files import (
+    ENDING,
+    FORMAT,
+    MANIFEST,
+    NAMES,
+    WrongFile,
+    memory_of,
+    one_line,
+    opened,
+    parsed,
+    read,
+    write,
+)
 
-FORMAT = "gdn-verify files 1"
-MANIFEST = "manifest.json"
 MOST_MANIFEST = 2**26  # bytes
 QUESTION = re.compile(r"(call|vjp)-[0-9a-f]{16}")
 # What an adapter declares beside its domain, if its kind has it.

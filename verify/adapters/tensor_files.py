@@ -4,13 +4,14 @@ A file is the length of its header in 8 bytes, the header in JSON, and the bytes
 used, because it takes names, dtypes and shapes from the file. We know them before we open it.
 """
 
+import contextlib
 import ctypes
 import errno
 import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -26,6 +27,9 @@ NAMES = {
     torch.bool: "BOOL",
 }
 ENDING = ".safetensors"
+FORMAT = "gdn-verify files 1"
+MANIFEST = "manifest.json"
+PIECE = 2**24  # bytes that are written between two looks at whether to go on
 LENGTH = 8  # bytes of the number that a file begins with
 MOST_HEADER = 2**20
 MOST_BYTES, MOST_AXES = 2**33, 8  # of a file whose tensors nobody has told us
@@ -48,8 +52,11 @@ def memory_of(x: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
 
 
-def write(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> int:
-    """Write contiguous tensors on the CPU, with text `about` them. The file appears when it is complete. Returns its bytes."""
+def write(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, str], between: Callable[[], None] = lambda: None) -> int:
+    """Write contiguous tensors on the CPU, with text `about` them. The file appears when it is complete. Returns its bytes.
+
+    `between` is called between pieces, and may raise to end the writing: then there is no file.
+    """
     header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     end = 0
     for name, x in tensors.items():
@@ -57,18 +64,31 @@ def write(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]) ->
         header[name] = {"dtype": NAMES[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % LENGTH)
-    write_bytes(path, [len(text).to_bytes(LENGTH, "little"), text, *map(memory_of, tensors.values())])
+    parts: list[bytes | memoryview] = [len(text).to_bytes(LENGTH, "little"), text, *map(memory_of, tensors.values())]
+    write_bytes(path, _pieces(parts, between))
     return LENGTH + len(text) + end
 
 
+def _pieces(parts: Iterable[bytes | memoryview], between: Callable[[], None]) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        for begin in range(0, len(part), PIECE):
+            between()
+            yield part[begin : begin + PIECE]
+
+
 def write_bytes(path: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file, which appears when it is complete. No link is followed."""
+    """Write a file, which appears when it is complete: if that fails, nothing is left. No link is followed."""
     part = f"{path}.part"
     if os.path.lexists(part):  # of an earlier process
         os.unlink(part)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-        file.writelines(parts)
-    os.replace(part, path)
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            file.writelines(parts)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def opened(path: str) -> tuple[Any, int]:

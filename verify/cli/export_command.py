@@ -12,10 +12,10 @@ from properties.books import BOOKS, Book, book_of
 from properties.words.example import Example
 from properties.words.names import unknown
 from verify import __version__
-from verify.adapters.files_adapter import FORMAT, MANIFEST, FilesAdapter, Writer, declared_by, kind_of, manifest_of
+from verify.adapters.files_adapter import FilesAdapter, Writer, declared_by, kind_of, manifest_of
 from verify.adapters.loader import make
 from verify.adapters.registry import ANSWERS, AdapterError
-from verify.adapters.tensor_files import ENDING, one_line, write_bytes
+from verify.adapters.tensor_files import ENDING, FORMAT, MANIFEST, one_line, write_bytes
 from verify.cli.check_command import check
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed
@@ -30,6 +30,7 @@ from verify.engine.profiles import PROFILES
 from verify.execution.dumps import dumps_in, judged_dump
 from verify.execution.exporting import EXPORTED, questions_of
 from verify.execution.line import Run
+from verify.execution.watched import is_watched, judged_by_heads, watched_in
 from verify.findings.report import finding_lines
 from verify.gpu import device as devices
 from verify.process.outcome import Verdict
@@ -170,24 +171,31 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
 
 
 def _judge_dumps(options: argparse.Namespace) -> int:
-    """Judge calls that FlashInfer has dumped. Returns the exit code."""
+    """Judge calls that FlashInfer has dumped, or that `watch` has written. Returns the exit code."""
     if ignored := next((name for name in ("law", "html", "junit", "markdown", "annotations") if getattr(options, name)), None):
         raise ValueError(f"--{ignored} is for answers to an export: name ANSWERS too")
-    if not (names := dumps_in(options.folder) if os.path.isdir(options.folder) else []):
-        raise ValueError(f"{options.folder} has no calls that FlashInfer has dumped; to judge an export, name its ANSWERS too")
+    watched = is_watched(options.folder)
+    found = watched_in if watched else dumps_in
+    if not (names := found(options.folder) if os.path.isdir(options.folder) else []):
+        what = "has statistics alone" if watched else "has no calls that FlashInfer has dumped or verify.watch has written"
+        raise ValueError(f"{options.folder} {what}; to judge an export, name its ANSWERS too")
     verdicts, out = list[Verdict](), sys.stderr if options.json == "-" else sys.stdout
     with JsonLines(options.json) as lines:
         for name in names:
-            outcome = judged_dump(os.path.join(options.folder, name))
+            line, outcome = judged_by_heads(name) if watched else (None, judged_dump(os.path.join(options.folder, name)))
             verdicts.append(outcome.verdict)
             worst = ", ".join(f"{port} {ratio:.2f}" for port, ratio in outcome.ratios.items())
             print_line(
                 "\n".join(
-                    [f"{outcome.verdict.upper():<12}{one_line(name)}  {outcome.reason or worst}", *finding_lines(outcome.findings)]
+                    [
+                        f"{outcome.verdict.upper():<12}{one_line(name)}  {outcome.reason or worst}",
+                        *finding_lines(outcome.findings),
+                        *([f'  repeat       gdn-verify repeat "{line}"'] if line and outcome.findings else []),
+                    ]
                 ),
                 out,
             )
-            lines({"dump": name, **outcome.to_json()})
+            lines(({"dump": name} if line is None else {"watched": str(line)}) | outcome.to_json())
         print_line(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)), out)
         decided = Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts
         return lines.code(BROKEN if Verdict.BROKEN in verdicts else HOLDS if decided else UNDECIDED)

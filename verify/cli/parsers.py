@@ -293,12 +293,16 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _judge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="the folder that export has written; or calls that FlashInfer has dumped")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        help="the folder that export has written; or calls that FlashInfer has dumped, or that verify.watch has written",
+    )
     parser.add_argument(
         "answers",
         nargs="?",
         metavar="ANSWERS",
-        help="a folder of answers: for each file of DIR, one of the same name; none for dumps",
+        help="a folder of answers: for each file of DIR, one of the same name; none for dumps and watched calls",
     )
     parser.add_argument("--law", type=law_word, action="append", metavar="LAW", help="judge only this law (may be repeated)")
     parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")

@@ -8,13 +8,15 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, tell_ranks, workers_of
 from verify.cli.output import check_writable, print_json, print_troubles, write_file
 from verify.cli.terminal import print_error, print_line
-from verify.engine.asking import ask, describe, interpreted
+from verify.engine.asking import ask, ask_line, describe, interpreted
 from verify.execution.line import Run
+from verify.execution.watched import WORD, WatchedLine
 from verify.findings import known
 from verify.findings import report as text
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.choices import NoGpu
+from verify.process.messages import RunOne
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 from verify.ranks.torchrun import follow, launched
@@ -22,6 +24,8 @@ from verify.ranks.torchrun import follow, launched
 
 def repeat(options: argparse.Namespace) -> int:
     """Run a line again and print its outcome. Returns the exit code."""
+    if options.line.startswith(WORD):
+        return _judge_again(WatchedLine.parse(options.line), options)
     run = Run.parse(options.line)
     read_deny_list(options.deny)
     check_installed(run.adapter)
@@ -74,3 +78,20 @@ def repeat(options: argparse.Namespace) -> int:
     else:
         print_line(text.outcome_text(run, outcome, versions))
     return code
+
+
+def _judge_again(line: WatchedLine, options: argparse.Namespace) -> int:
+    """Judge a part of a watched call again: its stored results, or those of a new call of the adapter in the line."""
+    if line.adapter:
+        check_installed(line.adapter)
+    store = Store(options.findings)
+    with Worker(deadline_of(options), environment=devices.environment("cuda" if devices.gpus() else "cpu")) as worker:
+        outcome = ask_line(RunOne(str(line)), worker, store)
+    store.close()
+    if options.json:
+        print_json({"watched": str(line), **outcome.to_json()})
+    else:
+        print_line(
+            "\n".join([f"{outcome.verdict.upper():<12}{line}  {outcome.reason}".rstrip(), *text.finding_lines(outcome.findings)])
+        )
+    return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)

@@ -188,10 +188,15 @@ def ask(
     UNKNOWN. Pass the `defects` that are to explain the outcome: the judge does not measure every error of a broken output, but
     those that they would not explain. Configurations on their deny-list are left out of the run's draw.
     """
-    store.begin(str(run))
+    question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
+    return ask_line(question, worker, store, *_deadline(run, worker))
+
+
+def ask_line(question: RunOne, worker: Answering, store: Store, *deadline_s: float) -> Outcome:
+    """The outcome of a line in a worker, as for `ask`. It may be that of a watched call."""
+    store.begin(question.line)
     try:
-        question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
-        outcome = read(Outcome, worker.ask(question, *_deadline(run, worker)))
+        outcome = read(Outcome, worker.ask(question, *deadline_s))
         if isinstance(outcome, Failure):
             return Outcome(Verdict.UNKNOWN, reason=outcome.error)
         if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it

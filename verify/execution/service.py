@@ -19,7 +19,7 @@ from verify.adapters.files_adapter import declared_by
 from verify.adapters.loader import versions
 from verify.adapters.registry import AdapterError
 from verify.bench import oracle_process
-from verify.execution import calls, launches, reproduction, twins
+from verify.execution import calls, launches, reproduction, twins, watched
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of, following, loaded
@@ -203,6 +203,8 @@ def _run_many(asked: RunMany) -> Outcomes:
 
 
 def _run_one(asked: RunOne) -> Outcome:
+    if asked.line.startswith(watched.WORD):
+        return watched.judged(watched.WatchedLine.parse(asked.line))
     start = _cpu_s()
     with autotune.leaving_out(asked.left_out):
         outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared)
