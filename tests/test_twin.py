@@ -152,6 +152,11 @@ def test_a_kernel_on_a_pool_is_called_as_a_rule(tmp_path: pathlib.Path) -> None:
     assert (long.verdict, "3 tokens" in long.reason) == (Verdict.UNSUPPORTED, True)
 
 
+def test_parts_of_a_prompt_are_passed_as_a_kernel_on_a_pool_takes_them() -> None:
+    """Some tokens of each of two sequences do not lie side by side."""
+    assert execute(Run.parse(f"law=oracle adapter={FILE}:Dense lengths=9+9 gate=1000 backward=no")).verdict is Verdict.HOLDS
+
+
 def test_gates_that_one_kernel_computes_are_given_to_the_other_one(tmp_path: pathlib.Path) -> None:
     right, wrong = (found("Chunk48", name, tmp_path) for name in ("Inside", "NoBias"))
     assert "in_kernel=both" in right.widest.lines[0]

@@ -174,6 +174,17 @@ class Forgets(Pool):
         pass
 
 
+class Dense(Pool):
+    """It reads tokens as if they lay side by side in memory, and declares that they must."""
+
+    domain = PoolDomain(rule=Domain(backward=False), layout="vk", most_tokens=3, views=("offset",))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        read = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
+        read = {name: y.as_strided(y.shape, y.new_empty(y.shape).stride()) for name, y in read.items()}
+        return super().run(x.replaced(**read))
+
+
 class Whole(Layered):
     """A whole layer with its cache."""
 

@@ -61,7 +61,8 @@ class Pooled(Adapter):
             raise Unsupported(f"several packed requests of more than {domain.most_tokens} tokens")
         rows, most = [], tokens if several else domain.most_tokens
         for at in range(0, max(tokens, 1), max(most, 1)):
-            part = {name: call[name][:, at : at + most] for name in TOKENS if call.get(name) is not None}
+            # Of several sequences, some tokens of each do not lie side by side, and a kernel need not take such views.
+            part = {name: call[name][:, at : at + most].contiguous() for name in TOKENS if call.get(name) is not None}
             part |= {} if x.cu_seqlens is None or several else {"cu_seqlens": x.cu_seqlens.clamp(max=min(most, tokens - at))}
             o, pool = self.pool.run(call.replaced(**part, pool=pool))
             rows.append(o)
