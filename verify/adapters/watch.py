@@ -309,7 +309,7 @@ class Watcher:
         or the job, may change them in place.
         """
         with sample.timed():
-            sample.inputs = {name: x.detach().clone() for name, x in sample.call.items()}
+            sample.inputs = {name: _copy(x) for name, x in sample.call.items()}
             if self._gradients and torch.is_grad_enabled():
                 wanting = {name: x for name, x in sample.call.items() if x.requires_grad and x.dtype in FLOATS}
                 if len({id(x) for x in wanting.values()}) == len(wanting):
@@ -327,7 +327,7 @@ class Watcher:
         try:
             outputs = sample.named(result)
             with sample.timed():
-                sample.outputs = {name: x.detach().clone() for name, x in outputs.items()}
+                sample.outputs = {name: _copy(x) for name, x in outputs.items()}
             wanting = {name: x for name, x in outputs.items() if x.requires_grad}
             sample.taps = {name: x for name, x in sample.taps.items() if x.requires_grad} if wanting else {}
             sample.cost_s += time.perf_counter() - start
@@ -349,7 +349,7 @@ class Watcher:
             start = time.perf_counter()
             try:
                 with sample.timed():
-                    sample.cotangents[name] = cotangent.detach().clone()
+                    sample.cotangents[name] = _copy(cotangent)
             except Exception as error:
                 sample.submitted = True
                 self._lose("a backward", error)
@@ -362,7 +362,7 @@ class Watcher:
             try:
                 found = {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
                 with sample.timed():
-                    sample.gradients = {name: x.detach().clone() for name, x in found.items()}
+                    sample.gradients = {name: _copy(x) for name, x in found.items()}
                 sample.cost_s += time.perf_counter() - start
                 self._submit(sample)
             except Exception as error:
@@ -372,7 +372,6 @@ class Watcher:
     def _submit(self, sample: Sample) -> None:
         sample.submitted = True
         self._waiting.clear()
-        sample.settle()
         if self._thread is None:
             thread = threading.Thread(target=self._write_all, name="gdn-verify watch", daemon=True)
             thread.start()
@@ -499,6 +498,10 @@ class _After(_Hook):
         if (sample := getattr(self.calls, "sample", None)) is not None:
             self.calls.sample = None
             self.watcher.end(sample, result)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
