@@ -1,4 +1,4 @@
-"""Adapters of runtimes on a CPU: ONNX Runtime, onnx, ggml, MLX, OpenVINO, vLLM. Each is right as it is declared, and wrong otherwise."""
+"""Adapters of runtimes on a CPU, such as ONNX Runtime and OpenVINO. Each is right as it is declared, and wrong otherwise."""
 
 import importlib.metadata
 import platform

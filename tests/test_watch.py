@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gdn_verify
 from tests.files_kernels import example
@@ -310,6 +311,29 @@ def test_compiled_code_runs_without_us(tmp_path: pathlib.Path) -> None:
     x["beta"] = x["beta"][..., :2]
     assert torch.equal(compiled(x), 2 * gated_delta_rule(**x))
     assert watched.watcher.sampled == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_and_transforms_are_as_without_us(reentrant: bool, tmp_path: pathlib.Path) -> None:  # noqa: FBT001
+    watched = at_once(my_gated_delta_rule, tmp_path)
+
+    def loss(rule: Any, x: dict[str, Tensor]) -> Tensor:
+        def part(*values: Tensor) -> Tensor:
+            return rule(*values)[0]
+
+        o: Tensor = checkpoint(part, *x.values(), use_reentrant=reentrant)
+        return (o * torch.sin(torch.arange(o.numel()).view(o.shape))).sum()
+
+    x, y = arguments(), arguments()
+    for _ in range(2):
+        loss(watched, x).backward()
+        loss(my_gated_delta_rule, y).backward()
+    assert all(torch.equal(x[name].grad, y[name].grad) for name in x)  # type: ignore[arg-type]
+    x, y = arguments(grad=False), {name: z[:1, :3] for name, z in arguments(grad=False).items()}
+    gradient = torch.func.grad(lambda v: watched(**{**y, "v": v})[0].sum())(y["v"])
+    assert torch.equal(gradient, torch.func.grad(lambda v: my_gated_delta_rule(**{**y, "v": v})[0].sum())(y["v"]))
+    watched.watcher.close()
+    assert {judged_by_heads(path)[1].verdict for path in watched_in(str(tmp_path))} <= {Verdict.HOLDS}
 
 
 def refuse(error: BaseException) -> Callable[..., Any]:

@@ -294,11 +294,11 @@ class Watcher:
     def _affordable(self, sample: Sample) -> bool:
         """Whether a sample is expected to stay within its shares. If not, `due` says no until there is time enough."""
         device, need = sample.device, COPIES * sample.bytes_of_call
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Lost("a call in a CUDA graph that is captured is not sampled")
         most, free = _memory(device)
         if need > min(self.share * most, free / 2):
             raise Lost(f"a call of {need >> 20} MiB exceeds {self.share:.2%} of the memory of {device}, or half of what is free")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise Lost("a call in a CUDA graph that is captured is not sampled")
         self._earliest = self._begun + (self.spent_s + self._rate * (need + FIXED)) / self.share
         return time.monotonic() >= self._earliest
 
