@@ -25,7 +25,7 @@ import gdn_verify
 from tests.files_kernels import example
 from tests.test_files import hostile, joined, parts_of
 from verify import watch
-from verify.adapters.watch_files import Folder, statistics_of
+from verify.adapters.watch_files import Folder, Lost, statistics_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.cli.main import main
 from verify.execution.watched import WatchedLine, judged, judged_by_heads, watched_in
@@ -224,6 +224,29 @@ def test_defaults_and_partial_arguments_are_part_of_the_call(tmp_path: pathlib.P
     watched = at_once(with_default, out, operation="gated_delta_rule")
     train(watched, arguments())
     assert judged_by_heads(watched_in(str(out))[0])[1].verdict is Verdict.HOLDS
+
+
+def test_the_name_of_a_function_says_how_it_rounds(tmp_path: pathlib.Path) -> None:
+    fla = pytest.importorskip("fla.ops.gated_delta_rule")
+    from fla.ops.kda import chunk_kda
+
+    rule: Any = watch(fla.chunk_gated_delta_rule, out=tmp_path)
+    found = rule.watcher._make_folder.args
+    assert found[1:4] == (
+        "chunk_gated_delta_rule",
+        "gated_delta_rule",
+        {"algorithm": "chunkwise", "products": "tf32", "chunk": 64},
+    )
+    recurrent: Any = watch(fla.fused_recurrent_gated_delta_rule, out=tmp_path)
+    assert recurrent.watcher._make_folder.args[3] == {"algorithm": "recurrent", "products": "ieee", "chunk": None}
+    kda: Any = watch(chunk_kda, out=tmp_path)
+    x = {**arguments(grad=False), "g": -torch.rand(1, 20, 4, 8)}
+    raw = {"use_gate_in_kernel": True, "A_log": torch.rand(4), "dt_bias": torch.rand(32), "state_v_first": True}
+    sample = kda.watcher._reader.sample(1, (), {**x, **raw, "initial_state": torch.rand(1, 4, 8, 8)})
+    assert {"a", "A_log", "dt_bias", "state"} <= sample.call.keys() and "g" not in sample.call
+    assert (sample.call["dt_bias"].shape, sample.layout) == ((4, 8), {"state": "V K", "final_state": "V K"})
+    with pytest.raises(Lost, match="kda has no return_intermediate_states"):
+        kda.watcher._reader.sample(1, (), {**x, "return_intermediate_states": True})
 
 
 def test_layouts_of_the_function_are_stored_in_ours(tmp_path: pathlib.Path) -> None:
