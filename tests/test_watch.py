@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gdn_verify
 from tests.files_kernels import example
 from tests.test_files import hostile, joined, parts_of
 from verify import watch
-from verify.adapters.watch_files import Folder, statistics_of
+from verify.adapters.watch_files import Folder, Lost, statistics_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.cli.main import main
 from verify.execution.watched import WatchedLine, judged, judged_by_heads, watched_in
@@ -225,6 +226,29 @@ def test_defaults_and_partial_arguments_are_part_of_the_call(tmp_path: pathlib.P
     assert judged_by_heads(watched_in(str(out))[0])[1].verdict is Verdict.HOLDS
 
 
+def test_the_name_of_a_function_says_how_it_rounds(tmp_path: pathlib.Path) -> None:
+    fla = pytest.importorskip("fla.ops.gated_delta_rule")
+    from fla.ops.kda import chunk_kda
+
+    rule: Any = watch(fla.chunk_gated_delta_rule, out=tmp_path)
+    found = rule.watcher._make_folder.args
+    assert found[1:4] == (
+        "chunk_gated_delta_rule",
+        "gated_delta_rule",
+        {"algorithm": "chunkwise", "products": "tf32", "chunk": 64},
+    )
+    recurrent: Any = watch(fla.fused_recurrent_gated_delta_rule, out=tmp_path)
+    assert recurrent.watcher._make_folder.args[3] == {"algorithm": "recurrent", "products": "ieee", "chunk": None}
+    kda: Any = watch(chunk_kda, out=tmp_path)
+    x = {**arguments(grad=False), "g": -torch.rand(1, 20, 4, 8)}
+    raw = {"use_gate_in_kernel": True, "A_log": torch.rand(4), "dt_bias": torch.rand(32), "state_v_first": True}
+    sample = kda.watcher._reader.sample(1, (), {**x, **raw, "initial_state": torch.rand(1, 4, 8, 8)})
+    assert {"a", "A_log", "dt_bias", "state"} <= sample.call.keys() and "g" not in sample.call
+    assert (sample.call["dt_bias"].shape, sample.layout) == ((4, 8), {"state": "V K", "final_state": "V K"})
+    with pytest.raises(Lost, match="kda has no return_intermediate_states"):
+        kda.watcher._reader.sample(1, (), {**x, "return_intermediate_states": True})
+
+
 def test_layouts_of_the_function_are_stored_in_ours(tmp_path: pathlib.Path) -> None:
     def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         o, final = my_gated_delta_rule(q.transpose(1, 2), k, v, g, beta, initial_state=state.mT, output_final_state=True)
@@ -310,6 +334,29 @@ def test_compiled_code_runs_without_us(tmp_path: pathlib.Path) -> None:
     x["beta"] = x["beta"][..., :2]
     assert torch.equal(compiled(x), 2 * gated_delta_rule(**x))
     assert watched.watcher.sampled == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_and_transforms_are_as_without_us(reentrant: bool, tmp_path: pathlib.Path) -> None:  # noqa: FBT001
+    watched = at_once(my_gated_delta_rule, tmp_path)
+
+    def loss(rule: Any, x: dict[str, Tensor]) -> Tensor:
+        def part(*values: Tensor) -> Tensor:
+            return rule(*values)[0]
+
+        o: Tensor = checkpoint(part, *x.values(), use_reentrant=reentrant)
+        return (o * torch.sin(torch.arange(o.numel()).view(o.shape))).sum()
+
+    x, y = arguments(), arguments()
+    for _ in range(2):
+        loss(watched, x).backward()
+        loss(my_gated_delta_rule, y).backward()
+    assert all(torch.equal(x[name].grad, y[name].grad) for name in x)  # type: ignore[arg-type]
+    x, y = arguments(grad=False), {name: z[:1, :3] for name, z in arguments(grad=False).items()}
+    gradient = torch.func.grad(lambda v: watched(**{**y, "v": v})[0].sum())(y["v"])
+    assert torch.equal(gradient, torch.func.grad(lambda v: my_gated_delta_rule(**{**y, "v": v})[0].sum())(y["v"]))
+    watched.watcher.close()
+    assert {judged_by_heads(path)[1].verdict for path in watched_in(str(tmp_path))} <= {Verdict.HOLDS}
 
 
 def refuse(error: BaseException) -> Callable[..., Any]:
@@ -423,6 +470,19 @@ def test_the_share_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     assert report["sampled"] < report["calls"] / 5
 
 
+def test_calls_that_cannot_be_sampled_cost_no_more_than_the_share(tmp_path: pathlib.Path) -> None:
+    def gated_delta_rule(q: Tensor, mask: Tensor) -> None:
+        time.sleep(1e-4)
+
+    watched: Any = watch(gated_delta_rule, every=1, share=0.02, out=tmp_path)
+    begin = time.monotonic()
+    while time.monotonic() - begin < 2:
+        watched(torch.ones(1), torch.ones(1))
+    report = watched.report()
+    assert report["lost"] and 0 < report["share"] < 0.03, report
+    assert sum(report["lost"].values()) < report["calls"] / 2
+
+
 def test_only_the_newest_calls_are_kept(tmp_path: pathlib.Path) -> None:
     watched = at_once(my_gated_delta_rule, tmp_path, keep=2, gradients=False)
     for seed in range(4):
@@ -524,7 +584,7 @@ def test_a_job_ends_as_without_us(name: str, tmp_path: pathlib.Path) -> None:
     written = {"fork": 2, "exit at once": 1}.get(name, 0)
     assert len(watched_in(str(tmp_path))) == written
     if name.startswith("exit while"):
-        assert done.stderr.count("gdn-verify watch") == (1 if name == "exit while writing" else done.stderr.count("gdn-verify"))
+        assert done.stderr.count("gdn-verify watch: my_gated_delta_rule: a call was not written: the process ended") == 1
     assert all(judged_by_heads(path)[1].verdict is Verdict.HOLDS for path in watched_in(str(tmp_path)))
 
 

@@ -46,6 +46,7 @@ KERNELS = {
     "ggml/gated_delta_net": "verify.adapters.ggml:GatedDeltaNet",
     "ggml/gated_delta_net_kda": "verify.adapters.ggml:GatedDeltaNetKda",
     "mlx/gated_delta": "verify.adapters.mlx_kernels:GatedDelta",
+    "openvino/gated_delta_net": "verify.adapters.openvino_kernels:GatedDeltaNet",
     "vllm_cpu/chunk": "verify.adapters.vllm_cpu:Chunk",
 }
 MODULES = {

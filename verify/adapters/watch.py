@@ -56,6 +56,7 @@ FIXED = 2**20  # the bytes that take as long as what a sample takes whatever its
 COPIES = 3  # the bytes of outputs, cotangents and gradients, as a multiple of those of the inputs; an estimate
 PATIENCE_S = 60.0  # a call whose backward has not come until then is written without gradients
 EXIT_S = 2.0  # for which the end of the process may wait for a sample that is being written
+NOT_WRITTEN = "a call was not written: the process ended"
 W = TypeVar("W", bound=Callable[..., Any])
 
 
@@ -249,7 +250,6 @@ class Watcher:
         self._ending = threading.Event()
         self._busy, self._waiting = False, list[Sample]()
         self._folder: Folder | None = None
-        self._stream: Any = None
 
     def report(self) -> dict[str, Any]:
         """What was called, sampled, written and lost, and which share of the time it has taken so far."""
@@ -278,7 +278,7 @@ class Watcher:
         try:
             sample = self._reader.sample(self.calls, args, kwargs)
             if not self._affordable(sample):
-                self._busy = False
+                self._pay(time.perf_counter() - start)
                 return args, kwargs, None
             self._next = self.calls + self.every
             self.sampled += 1
@@ -287,6 +287,7 @@ class Watcher:
         except Exception as error:
             self._next = self.calls + self.every
             self._lose("a call", error)
+            self._pay(time.perf_counter() - start)
             return args, kwargs, None
         else:
             return tuple(taps.get(id(x), x) for x in args), {name: taps.get(id(x), x) for name, x in kwargs.items()}, sample
@@ -294,11 +295,11 @@ class Watcher:
     def _affordable(self, sample: Sample) -> bool:
         """Whether a sample is expected to stay within its shares. If not, `due` says no until there is time enough."""
         device, need = sample.device, COPIES * sample.bytes_of_call
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Lost("a call in a CUDA graph that is captured is not sampled")
         most, free = _memory(device)
         if need > min(self.share * most, free / 2):
             raise Lost(f"a call of {need >> 20} MiB exceeds {self.share:.2%} of the memory of {device}, or half of what is free")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise Lost("a call in a CUDA graph that is captured is not sampled")
         self._earliest = self._begun + (self.spent_s + self._rate * (need + FIXED)) / self.share
         return time.monotonic() >= self._earliest
 
@@ -309,7 +310,7 @@ class Watcher:
         or the job, may change them in place.
         """
         with sample.timed():
-            sample.inputs = {name: x.detach().clone() for name, x in sample.call.items()}
+            sample.inputs = {name: _copy(x) for name, x in sample.call.items()}
             if self._gradients and torch.is_grad_enabled():
                 wanting = {name: x for name, x in sample.call.items() if x.requires_grad and x.dtype in FLOATS}
                 if len({id(x) for x in wanting.values()}) == len(wanting):
@@ -321,13 +322,13 @@ class Watcher:
     def end(self, sample: Sample, result: Any) -> None:
         """Copy the outputs of a call, now or when its backward comes, and let them be written. None: the call raised an error."""
         if result is None:
-            self._busy = False
+            self._pay(sample.cost_s)
             return
         start = time.perf_counter()
         try:
             outputs = sample.named(result)
             with sample.timed():
-                sample.outputs = {name: x.detach().clone() for name, x in outputs.items()}
+                sample.outputs = {name: _copy(x) for name, x in outputs.items()}
             wanting = {name: x for name, x in outputs.items() if x.requires_grad}
             sample.taps = {name: x for name, x in sample.taps.items() if x.requires_grad} if wanting else {}
             sample.cost_s += time.perf_counter() - start
@@ -340,8 +341,7 @@ class Watcher:
             taps, sample.taps = sample.taps, {}  # the graph holds them, and the sample must not hold the graph
             torch.autograd.graph.register_multi_grad_hook([*taps.values()], functools.partial(self._gradients_of, sample, [*taps]))
         except Exception as error:
-            sample.submitted = True
-            self._lose("a call", error)
+            self._drop(sample, "a call", error)
 
     def _cotangent(self, sample: Sample, name: str, cotangent: Tensor) -> None:
         """A hook: copy the cotangent of an output."""
@@ -349,10 +349,9 @@ class Watcher:
             start = time.perf_counter()
             try:
                 with sample.timed():
-                    sample.cotangents[name] = cotangent.detach().clone()
+                    sample.cotangents[name] = _copy(cotangent)
             except Exception as error:
-                sample.submitted = True
-                self._lose("a backward", error)
+                self._drop(sample, "a backward", error)
             sample.cost_s += time.perf_counter() - start
 
     def _gradients_of(self, sample: Sample, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
@@ -362,17 +361,15 @@ class Watcher:
             try:
                 found = {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
                 with sample.timed():
-                    sample.gradients = {name: x.detach().clone() for name, x in found.items()}
+                    sample.gradients = {name: _copy(x) for name, x in found.items()}
                 sample.cost_s += time.perf_counter() - start
                 self._submit(sample)
             except Exception as error:
-                sample.submitted = True
-                self._lose("a backward", error)
+                self._drop(sample, "a backward", error)
 
     def _submit(self, sample: Sample) -> None:
         sample.submitted = True
         self._waiting.clear()
-        sample.settle()
         if self._thread is None:
             thread = threading.Thread(target=self._write_all, name="gdn-verify watch", daemon=True)
             thread.start()
@@ -390,21 +387,30 @@ class Watcher:
                 self._folder.write(sample, self.report(), ending.is_set)
                 self.written += 1
             except Stopped:
-                self._say("exit", "a call was not written: the process ended")
+                self._say("exit", NOT_WRITTEN)
             except Exception as error:
                 self._off = self._off or isinstance(error, OSError)  # the disk may be full, and the job needs it more than we do
                 self._lose("writing", error)
             sample.cost_s += time.thread_time() - start + sample.device_s()
-            self.spent_s += sample.cost_s
-            self._rate = max(self._rate if self.written > 1 else 0.0, sample.cost_s / (sample.bytes + FIXED))
-            self._earliest = self._begun + (self.spent_s + self._rate * (sample.bytes + FIXED)) / self.share
+            self._rate = max(0.9 * self._rate, sample.cost_s / (sample.bytes + FIXED))
+            self._pay(sample.cost_s, self._rate * (sample.bytes + FIXED))
             sample = None
-            self._busy = False
+
+    def _pay(self, cost_s: float, next_s: float = 0.0) -> None:
+        """A sample has cost so much and is at its end. The next one is expected to cost `next_s`."""
+        self.spent_s += cost_s
+        self._earliest = max(self._earliest, self._begun + (self.spent_s + next_s) / self.share)
+        self._busy = False
+
+    def _drop(self, sample: Sample, what: str, error: Exception) -> None:
+        """Note that a sample is lost which has cost something."""
+        sample.submitted = True
+        self._lose(what, error)
+        self._pay(sample.cost_s)
 
     def _lose(self, what: str, error: Exception) -> None:
         """Note that a sample is lost, and say so if nothing was said about this kind yet."""
         self._waiting.clear()
-        self._busy = False
         text = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError):
             text += "; nothing more is written"
@@ -417,18 +423,9 @@ class Watcher:
             with contextlib.suppress(Exception):  # stderr may be closed
                 sys.stderr.write(f"gdn-verify watch: {self.name}: {' '.join(text.split())[:400]}\n")
 
-    def close(self, wait_s: float = EXIT_S) -> None:
-        """End the thread. A sample that is not written after `wait_s` seconds is lost."""
-        self._off = True
-        for sample in [*self._waiting]:
-            self._submit(sample)
-        if (thread := self._thread) is not None:
-            self._queue.put(None)
-            thread.join(wait_s)
-            self._ending.set()
-            thread.join(wait_s)
-        if self.calls and not self.sampled and not self.lost:
-            self._say("none", f"none of {self.calls} calls was sampled: it would have taken more than {self.share:.2%} of the time")
+    def close(self) -> None:
+        """End the thread. A sample that is not written within EXIT_S is lost."""
+        _end([self])
 
 
 class _Function:
@@ -501,20 +498,49 @@ class _After(_Hook):
             self.watcher.end(sample, result)
 
 
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
 def _memory(device: torch.device) -> tuple[int, int]:
     """The bytes of a device's memory, and those that are free."""
     if device.type == "cuda":
         free, most = torch.cuda.mem_get_info(device)
         return most, free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    page = os.sysconf("SC_PAGE_SIZE")
-    return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    most = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # there is none but on Linux
+        free = int(next(line for line in file if line.startswith("MemAvailable:")).split()[1]) << 10
+    return most, free
 
 
-def _each(act: Callable[[Watcher], None]) -> None:
-    for watcher in [*_ALL]:
+def _end(watchers: Sequence[Watcher]) -> None:
+    """End the threads of all watchers. They may finish what they write within EXIT_S, and then have as long to stop."""
+    for watcher in watchers:
+        watcher._off = True
         with contextlib.suppress(Exception):
-            act(watcher)
+            for sample in [*watcher._waiting]:
+                watcher._submit(sample)
+        watcher._queue.put(None)
+    threads = [(watcher, watcher._thread) for watcher in watchers if watcher._thread is not None]
+    for _ in ("finish", "stop"):
+        end = time.monotonic() + EXIT_S
+        for _, thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        for watcher, _ in threads:
+            watcher._ending.set()
+    for watcher, thread in threads:
+        if thread.is_alive():  # a disk may hang
+            watcher._say("exit", NOT_WRITTEN)
+    for watcher in watchers:
+        if watcher.calls and not watcher.sampled and not watcher.lost:
+            what = f"none of {watcher.calls} calls was sampled: it would have taken more than {watcher.share:.2%} of the time"
+            watcher._say("none", what)
 
 
-atexit.register(_each, Watcher.close)
-os.register_at_fork(after_in_child=functools.partial(_each, Watcher._renew))
+def _renew_all() -> None:
+    for watcher in [*_ALL]:
+        watcher._renew()
+
+
+atexit.register(lambda: _end([*_ALL]))
+os.register_at_fork(after_in_child=_renew_all)

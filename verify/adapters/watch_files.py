@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from verify.adapters.tensor_files import ENDING, FORMAT, MANIFEST, NAMES, PIECE,
 
 ANSWERS_IN = "answers"  # the folder of the answers, beside the questions
 STATISTICS = "statistics.jsonl"
+T = TypeVar("T")
 SPARE = 10  # a sample is written only if the disk has room for so many of its size
 
 
@@ -52,7 +54,7 @@ class Sample:
         self.inputs, self.outputs = dict[str, Tensor](), dict[str, Tensor]()
         self.cotangents, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
         self.taps = dict[str, Tensor]()
-        self._spans, self._settled = list[tuple[Any, Any]](), None
+        self._spans = list[tuple[Any, Any]]()  # CUDA events before and after copies
 
     @property
     def bytes_of_call(self) -> int:
@@ -85,17 +87,12 @@ class Sample:
         yield
         self._spans.append((begin, stream.record_event(torch.cuda.Event(enable_timing=True))))
 
-    def settle(self) -> None:
-        """No more copies are made. They are ready when the GPU has made those that were launched."""
-        if self.device.type == "cuda":
-            self._settled = torch.cuda.current_stream(self.device).record_event()
-
-    def await_copies(self, stopped: Callable[[], bool]) -> None:
-        """Wait until the copies are made. Stopped if the process ends before: a GPU may hang."""
-        while self._settled is not None and not self._settled.query():
-            if stopped():
-                raise Stopped
-            time.sleep(0.001)
+    def await_copies(self, between: Callable[[], None]) -> None:
+        """Wait until a GPU has made the copies. It may hang, so `between` is called meanwhile, and may raise."""
+        for _, end in self._spans:
+            while not end.query():
+                between()
+                time.sleep(0.001)
 
     def device_s(self) -> float:
         """The seconds that a GPU worked on the copies, after it has made them."""
@@ -103,16 +100,17 @@ class Sample:
             return sum(float(begin.elapsed_time(end)) for begin, end in self._spans) / 1e3
         return 0.0
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The tensors of the question and those of the answer, in the operation's layout. They lie where they are."""
-        question = {name: self._ours(name, x) for name, x in self.inputs.items()}
-        answer = {name: self._ours(name, x) for name, x in self.outputs.items()}
+    def tensors(self, moved: Callable[[str, Tensor], T]) -> tuple[dict[str, T], dict[str, T]]:
+        """The tensors of the question and those of the answer. `moved` gets the name of an input or output, and the tensor."""
+        question = {name: moved(name, x) for name, x in self.inputs.items()}
+        answer = {name: moved(name, x) for name, x in self.outputs.items()}
         if self.gradients:
-            question |= {f"d{name}": self._ours(name, x) for name, x in self.cotangents.items()}
-            answer |= {gradient_name(name): self._ours(name, x) for name, x in self.gradients.items()}
+            question |= {f"d{name}": moved(name, x) for name, x in self.cotangents.items()}
+            answer |= {gradient_name(name): moved(name, x) for name, x in self.gradients.items()}
         return question, answer
 
-    def _ours(self, name: str, x: Tensor) -> Tensor:
+    def ours(self, name: str, x: Tensor) -> Tensor:
+        """A tensor in the operation's layout. Lost if the declared layout does not fit."""
         ports = (*self.spec.inputs, *self.spec.outputs)
         axes = next((port.axes.split() for port in ports if port.name == name), [])
         last = self.layout.get(name, "").split()
@@ -152,36 +150,34 @@ class Folder:
 
     def write(self, sample: Sample, report: Mapping[str, Any], stopped: Callable[[], bool]) -> None:
         """Write a sample, or its statistics. Stopped if the process ends meanwhile. Lost, or OSError, if that fails."""
-        sample.await_copies(stopped)
-        parts = sample.tensors()
+
+        def between() -> None:
+            if stopped():
+                raise Stopped
+
+        sample.await_copies(between)
         about = {"call": sample.number, "time": round(time.time(), 3), "options": _texts(sample.options)}
         about |= {} if sample.chunk is None else {"chunk": sample.chunk}
         about |= {} if sample.device.type == "cuda" else {"products": "ieee"}  # as everywhere but on a GPU
         if self._statistics:
             with self._beside(sample.device):
-                counts = [{name: statistics_of(name, x, stopped) for name, x in part.items()} for part in parts]
+                counts = sample.tensors(functools.partial(statistics_of, between=between))
             with open(os.path.join(self.path, STATISTICS), "a", encoding="utf-8") as file:
                 file.write(json.dumps({**about, "inputs": counts[0], "outputs": counts[1]}) + "\n")
         else:
-            self._write(sample, parts, about, stopped)
+            self._write(sample, about, between)
         self._put(report)
 
-    def _write(
-        self, sample: Sample, parts: tuple[dict[str, Tensor], ...], about: dict[str, Any], stopped: Callable[[], bool]
-    ) -> None:
+    def _write(self, sample: Sample, about: dict[str, Any], between: Callable[[], None]) -> None:
         if shutil.disk_usage(self.path).free < SPARE * sample.bytes:
             raise OSError(f"the disk of {self.path} has no room for {SPARE} files of {sample.bytes >> 10} KiB")
-        question, answer = ({name: self._to_cpu(x) for name, x in part.items()} for part in parts)
+        question, answer = sample.tensors(lambda name, x: sample.ours(name, self._to_cpu(x, between)).contiguous())
         offsets = {"cu_seqlens": question["cu_seqlens"]} if "cu_seqlens" in question else {}
         legal = {name: x for name, x in question.items() if name in sample.inputs}
         try:
             sample.spec.check(Inputs(**{**legal, **offsets, **sample.options}))
         except ValueError as error:
             raise Lost(f"a call is none of {sample.spec.name}: {error}") from None
-
-        def between() -> None:
-            if stopped():
-                raise Stopped
 
         word = "vjp" if sample.gradients else "call"
         name = f"{word}-{hashlib.blake2b(f'{self.path} {sample.number}'.encode(), digest_size=8).hexdigest()}"
@@ -209,10 +205,16 @@ class Folder:
         manifest = {**self._head, "questions": self._questions, "watch": report}
         write_bytes(os.path.join(self.path, MANIFEST), [json.dumps(manifest, indent=1).encode(), b"\n"])
 
-    def _to_cpu(self, x: Tensor) -> Tensor:
-        """The tensor on the CPU, contiguous. It is copied on a stream beside those of the job."""
+    def _to_cpu(self, x: Tensor, between: Callable[[], None]) -> Tensor:
+        """A contiguous tensor on the CPU. It is copied in pieces, on a stream beside those of the job."""
+        if x.device.type == "cpu":
+            return x.resolve_neg()
+        moved = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         with self._beside(x.device):
-            return x.to("cpu").contiguous().resolve_neg()
+            for piece, there in zip(x.view(-1).split(PIECE), moved.view(-1).split(PIECE), strict=True):
+                between()
+                there.copy_(piece)
+        return moved
 
     def _beside(self, device: torch.device) -> Any:
         if device.type != "cuda":
@@ -222,15 +224,14 @@ class Folder:
         return torch.cuda.stream(self._streams[device])
 
 
-def statistics_of(name: str, x: Tensor, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+def statistics_of(name: str, x: Tensor, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The shape, dtype and statistics of a tensor: how many numbers are NaN, infinite or zero, and of the others the least, the
     largest, the mean and the root mean square. Of `cu_seqlens`, the statistics are those of the lengths."""
     x = x.diff() if name == "cu_seqlens" else x
     counts = dict.fromkeys(("nan", "infinite", "zero"), 0)
     count, least, largest, total, squares = 0, float("inf"), float("-inf"), 0.0, 0.0
     for piece in x.reshape(-1).split(PIECE) if x.numel() else ():
-        if stopped():
-            raise Stopped
+        between()
         nan, infinite = piece.isnan(), piece.isinf()
         finite = piece[~(nan | infinite)].double()
         for word, mask in (("nan", nan), ("infinite", infinite), ("zero", piece == 0)):
