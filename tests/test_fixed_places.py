@@ -49,7 +49,7 @@ def drawn(law: str, domain: Any, seed: int) -> list[Example]:
 
 def domain_of(kind: type) -> Any:
     adapter = adapter_of(f"{HERE}:{kind.__name__}")
-    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"])
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
