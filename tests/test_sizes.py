@@ -105,7 +105,9 @@ def test_the_sizes_of_other_domains_stay() -> None:
     assert sized(Domain(), None, 10) == Domain(drawing=Drawing(long=10))
     assert [sized(Domain(), chunk, 4096).drawing.long for chunk in (64, 128, 256, 512, 1024)] == [4096, 4096, 4096, 2048, 1024]
     assert [sized(Domain(), chunk, 2**16).drawing.long for chunk in (64, 256, 1024)] == [2**16, 4096, 1024]
-    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(drawing=Drawing(long=4096, chunk=16, quick=True, exact=32_769))
+    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(
+        drawing=Drawing(long=4096, chunk=16, quick=True, exact=32_769)
+    )
     longest = ModuleDomain(longest=64, drawing=Drawing(long=4096))
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
 

@@ -21,6 +21,7 @@ from properties.laws.law import Blind, Breach, Pair
 from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.drawing import trace_cases
+from properties.traces.events import name_of, number_of
 from properties.traces.laws import TRACE_LAWS
 from properties.traces.play import play
 from properties.words.example import Example
@@ -95,6 +96,42 @@ def test_the_plan_of_the_documented_trace() -> None:
         ("f:a", [], ("a",)),
         ("p:d3,c1", [("d", 0, 3, 3, True, None), ("c", 64, 1, 1, False, None)], ("d", "c")),
     ]
+
+
+def test_names_of_two_letters_follow_those_of_one() -> None:
+    assert [name_of(number) for number in (0, 25, 26, 51, 52, 701)] == ["a", "z", "aa", "az", "ba", "zz"]
+    assert [number_of(name_of(number)) for number in range(702)] == [*range(702)]
+    case = TraceCase("p:a5,aa3,_2/d:aa,a/v4:aa2,a1/v:a0:2,ba1:1,aa2:4/s:aa/k:ba<aa@/w:ba/t:ba/r:a/f:aa", slots=4)
+    assert TraceCase.parse(str(case)) == case
+    found = [(step.text, [(row.request, row.start, row.count, row.accepted) for row in step.rows]) for step in case.plan]
+    assert found[1:4] == [
+        ("d:aa,a", [("aa", 3, 1, 1), ("a", 5, 1, 1)]),
+        ("v4:aa2,a1", [("aa", 4, 4, 2), ("a", 6, 4, 1)]),
+        ("v:a0:2,ba1:1,aa2:4", [("a", 7, 2, 0), ("aa", 6, 4, 2)]),
+    ]
+    assert [step.request for step in case.plan[5:]] == ["ba", "ba", "ba", "a", "aa"]
+    laws = ("ledger", "session", "slots", "alone", "renamed")
+    assert {outcome(law, case, PoolEngine) for law in laws} == {"holds"}
+    assert TRACE_LAWS["tags"].lacks(case, None) == "requests a to z"
+    assert TRACE_LAWS["tags"].lacks(TraceCase("p:a5,z3/d:z"), None) is None
+    one, other = (TraceCase(f"p:{name}2", slots=1) for name in ("b", "ba"))
+    assert not torch.equal(*(x.row(x.plan[0], 0)[0] for x in (one, other))), "each name has numbers of its own"
+
+
+def test_a_snapshot_of_a_request_of_two_letters_is_named_whole() -> None:
+    class Loses(PoolEngine):
+        def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+            super().fork(new, old, snapshot=snapshot)
+            self.give(self.owned.pop(f"{old}@"))
+
+    case = TraceCase("p:aa5/s:aa/k:b<aa@/d:b", slots=4)
+    assert outcome("session", case, Loses).startswith("an owner has no slot: request aa's snapshot after event 3")
+
+
+def test_slots_over_those_of_a_domain_are_outside() -> None:
+    domain = TraceDomain(most_slots=26)
+    assert domain.outside(TraceCase("p:a1", slots=26)) is None
+    assert domain.outside(TraceCase("p:a1", slots=27)) == "slots=27: more than 26 slots are not supported"
 
 
 @for_each(

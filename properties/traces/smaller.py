@@ -10,12 +10,12 @@ from properties.words.smaller import FEW, Changes, Smaller, below, blocks_below,
 
 
 def _requests(case: TraceCase) -> Changes:
-    """Yield traces of one request alone, without one request, and first, if there are many, without some."""
+    """Yield traces of one request alone, and traces without one request; if there are many, without some of them."""
     events = case.trace.split("/")
     names = dict.fromkeys(name for event in events for name in _names_in(event))
     if len(names) > 1:
-        few = [{*names} - {*left} for left in without_some([*names])] if len(names) > FEW else []
-        for gone in (*few, *({*names} - {name} for name in names), *({name} for name in names)):
+        many = [{*names} - {*left} for left in without_some([*names])] if len(names) > FEW else []
+        for gone in many or (*({*names} - {name} for name in names), *({name} for name in names)):
             if left := [fewer for event in events if (fewer := _without(event, gone))]:
                 yield _trace(left)
 
@@ -39,20 +39,22 @@ def _events(case: TraceCase) -> Changes:
 
 
 def _rows(case: TraceCase) -> Changes:
-    """Yield traces without one row of an event, padding rows first; if there are many rows, first without some."""
+    """Yield traces without one row of an event, padding rows first; if there are many rows, without some of them."""
     events = case.trace.split("/")
     for number, event in enumerate(events):
         kind, _, text = event.partition(":")
         rows = text.split(",")
         order = sorted(range(len(rows)), key=lambda row: not rows[row].startswith(PADDING))
-        fewer = [*without_some(rows)] if len(rows) > FEW else []
-        fewer += [[*rows[:row], *rows[row + 1 :]] for row in order if len(rows) > 1]
-        for left in fewer:
+        fewer = [[*rows[:row], *rows[row + 1 :]] for row in order if len(rows) > 1]
+        for left in without_some(rows) if len(rows) > FEW else fewer:
             yield _trace([*events[:number], f"{kind}:{','.join(left)}", *events[number + 1 :]])
 
 
 def _counts(case: TraceCase) -> Changes:
-    """Yield traces with fewer tokens in a row of a prefill, with shorter drafts, and with other accepted tokens."""
+    """Yield traces with fewer tokens in a row of a prefill, with shorter drafts, and with other accepted tokens.
+
+    If an event has many rows, no row has more than so many tokens.
+    """
     events = case.trace.split("/")
     for number, event in enumerate(events):
         kind, _, text = event.partition(":")
@@ -64,6 +66,11 @@ def _counts(case: TraceCase) -> Changes:
             for drafts in below(int(kind[1:]), 1):
                 fewer = [row if row == PADDING else f"{name}{min(int(count), drafts)}" for row, (name, count) in _split(rows)]
                 yield _trace([*events[:number], f"v{drafts}:{','.join(fewer)}", *events[number + 1 :]])
+        if kind[0] in "pv" and len(rows) > FEW:
+            for most in below(max(int(count or 0) for _, (_, count) in _split(rows)), 1):
+                fewer = [f"{name}{min(int(count), most) if count else ''}" for _, (name, count) in _split(rows)]
+                yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
+            continue
         for place, (_, (name, written)) in enumerate(_split(rows if kind[0] in "pv" else [])):
             tokens = int(written or 0)
             for count in (*below(tokens, 1), *blocks_below(tokens)) if tokens else ():
