@@ -112,6 +112,26 @@ def test_the_sizes_of_other_domains_stay() -> None:
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
 
 
+@for_each(
+    ("chunk", "algorithm", "tokens"),
+    [
+        (None, "recurrent", 32_769),
+        (None, "chunkwise", 0),
+        (16, "chunkwise", 32_769),
+        (32, "chunkwise", 32_800),
+        (48, "chunkwise", 49_200),
+        (64, "recurrent", 65_600),
+        (128, "chunkwise", 65_600),
+        (256, "chunkwise", 0),
+    ],
+)
+def test_the_sequence_of_exact_results_follows_the_chunk_and_the_algorithm(chunk: int | None, algorithm: str, tokens: int) -> None:
+    for most in MOST.values():
+        domain = sized(Domain(), chunk, most, algorithm)
+        assert domain.drawing.exact == tokens * (most == MOST["quick"])
+        assert [case.tokens for case in exact_limits(domain) if case.tokens > 65] == [tokens] * bool(domain.drawing.exact)
+
+
 @for_each(("field", "value", "range_"), [("long", -1, "0..1048576"), ("long", "far", "0..1048576"), ("chunk", 0, "1..1048576")])
 def test_a_size_outside_its_range_is_refused(field: str, value: Any, range_: str) -> None:
     with pytest.raises(ValueError, match=rf"{field} must be in {re.escape(range_)}, got {value!r}"):
