@@ -7,7 +7,7 @@ import pytest
 
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import MANY, MANY_SEQUENCES, crowd, limits
+from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, MANY_SEQUENCES, crowd, limits
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
@@ -38,17 +38,24 @@ def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> N
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 20)
-    assert [cases.count(case) for case in limits(SIZED)] == [1, 1, 1]
-    _, many, heads = limits(SIZED)
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 6
+    _, many, heads, grouped, ratio, batch = limits(SIZED)
     assert {case.state for case in limits(SIZED)} == {"random"}
-    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[2:]] == [
+    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[2:5]] == [
+        "none",
         "none",
         "both",
     ]
     assert limits(dataclasses.replace(SIZED, initial_state=False))[0].state == "none"
-    assert (len(many.lengths), many.packed, many.tokens) == (MANY_SEQUENCES, True, MANY_SEQUENCES)
-    assert (heads.heads, heads.value_heads, heads.tokens) == (MANY, MANY, 3)
-    assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads]
+    assert (len(many.lengths), many.packed, {*many.lengths}) == (MANY_SEQUENCES, True, {1, 2, 3})
+    assert [(case.heads, case.value_heads, case.tokens) for case in (heads, grouped, ratio)] == [
+        (MANY, MANY, 3),
+        (MANY, 2 * MANY, 3),
+        (1, MANY_OF_A_KEY, 3),
+    ]
+    assert (len(batch.lengths), batch.packed) == (MANY_ROWS, False)
+    assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch]
+    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS]
     assert limits(dataclasses.replace(SIZED, length_step=16))[0].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 
@@ -71,7 +78,7 @@ def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str,
 @pytest.mark.slow
 def test_a_wrong_number_of_a_head_in_the_gate_is_broken_by_the_case_with_gates_in_the_kernel(worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:SpeedsOf256Heads"
-    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[2:]
+    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[2:5:2]
     below = dataclasses.replace(computed, heads=256, value_heads=256)
     outcomes = [Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={spec} {case}"))) for case in (given, computed, below)]
     assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]

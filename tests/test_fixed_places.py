@@ -1,5 +1,6 @@
 """What a check has for every seed: ways to call, limits, and moves of a request that come twice."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 
 from properties.books import book_of
 from properties.laws.recompute import separations
+from properties.traces.case import TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import CROWDED_ROWS, crowds, repeats
+from properties.traces.drawing import BEHIND, CROWDED, MANY_RANKS, PADDED, crowds, forks, long_requests, repeats
 from properties.words.example import Example
 from properties.words.sizes import MOST, sized
 from tests import wrong_survivors as wrong
@@ -49,7 +51,7 @@ def drawn(law: str, domain: Any, seed: int) -> list[Example]:
 
 def domain_of(kind: type) -> Any:
     adapter = adapter_of(f"{HERE}:{kind.__name__}")
-    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"])
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
@@ -108,11 +110,28 @@ def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None
 
 def test_traces_at_limits_follow_the_domain() -> None:
     domain = sized(TraceDomain(), None, MOST["quick"])
-    (crowd,), (repeat,) = crowds(domain), repeats(domain)
-    assert max(len(step.rows) for step in crowd.plan) == CROWDED_ROWS
-    assert max(sum(row.real for row in step.rows) for step in crowd.plan) == 26
+    (crowd, padded), (repeat,), (long,) = crowds(domain), repeats(domain), long_requests(domain)
+    assert rows_of(crowd) == (CROWDED, CROWDED)
+    assert rows_of(padded) == (PADDED + BEHIND, BEHIND)
     assert [step.kind for step in repeat.plan if step.request == "a"] == ["w", "w", "t", "t"]
-    without = sized(TraceDomain(padding_slots=(), events=("prefill", "decode")), None, MOST["quick"])
-    assert max(len(step.rows) for step in crowds(without)[0].plan) == 26
-    assert repeats(without) == []
-    assert crowds(TraceDomain()) == repeats(TraceDomain()) == [], "a check without large cases"
+    assert repeat.heads == repeat.value_heads == MANY_RANKS
+    assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
+    assert [[step.kind for step in case.plan] for case in forks(domain)] == [["p", "k", "p", "d"], ["p", "s", "k", "s", "d"]]
+    few = sized(TraceDomain(most_slots=26), None, MOST["quick"])
+    assert rows_of(crowds(few)[0]) == (CROWDED, 26)
+    assert rows_of(crowds(dataclasses.replace(few, most_padding=9))[0]) == (26, 26)
+    without = sized(TraceDomain(padding_slots=(), snapshots=(0,), events=("prefill", "decode")), None, MOST["quick"])
+    assert [rows_of(case) for case in crowds(without)] == [(CROWDED, CROWDED)]
+    assert repeats(without) == forks(without) == []
+    short = dataclasses.replace(without, most_tokens=64, later_prompts=False)
+    assert max(row.start for step in long_requests(short)[0].plan for row in step.rows) == 518
+    assert long_requests(dataclasses.replace(short, most_tokens=9)) == [], "more events than a trace may have"
+    dear = sized(TraceDomain(), None, MOST["interpreted"])
+    assert max(row.start for step in long_requests(dear)[0].plan for row in step.rows) == 257
+    one = TraceDomain()
+    assert crowds(one) == repeats(one) == long_requests(one) == forks(one) == [], "a check without large cases"
+
+
+def rows_of(case: TraceCase) -> tuple[int, int]:
+    """The most rows of a step, and how many of them are requests'."""
+    return max((len(step.rows), sum(row.real for row in step.rows)) for step in case.plan)

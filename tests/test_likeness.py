@@ -447,6 +447,12 @@ def broken(
     return dataclasses.replace(report, neighbours=[*neighbours], fails_too=[*fails_too])
 
 
+def test_a_report_leaves_out_what_is_too_long_to_read() -> None:
+    case = f"trace=p:{','.join(['_1'] * 200)}"
+    assert "holds with   lengths=1\n" in text.failure(broken("oracle", "lengths=2", off(o=9), "lengths=1", case))
+    assert "holds with" not in text.failure(broken("oracle", "lengths=2", off(o=9), case))
+
+
 def test_two_causes_of_nine_laws_are_kept_apart() -> None:
     small = "key_dim=1 value_dim=1"
     values = [

@@ -196,7 +196,7 @@ def test_cases_reach_what_finds_defects() -> None:
         (ModuleDomain("l2norm"), "lengths=5 op=gdn_gate", "op=gdn_gate is not l2norm"),
         (ModuleDomain("l2norm", dtypes=("bf16",)), "lengths=5 op=l2norm", "dtype=fp32 is not among bf16"),
         (ModuleDomain("l2norm", widths=(64, 128)), "lengths=5 op=l2norm", "width=16 is not in 64..128"),
-        (ModuleDomain("l2norm", width_step=3), "lengths=5 op=l2norm", "width=16 is not in 1..1024 in steps of 3"),
+        (ModuleDomain("l2norm", width_step=3), "lengths=5 op=l2norm", "width=16 is not in 1..8192 in steps of 3"),
         (ModuleDomain("l2norm", eps=("1e-5",)), "lengths=5 op=l2norm", "eps=1e-6 is not among 1e-5"),
         (ModuleDomain(conv_widths=(2, 3)), "lengths=5 op=causal_conv1d", "conv_width=4 is not among 2, 3"),
         (ModuleDomain(activations=("silu",)), "lengths=5 op=causal_conv1d", "activation=none is not among silu"),

@@ -16,6 +16,7 @@ from properties.rules.domain import Domain
 from properties.rules.laws import LAWS
 from properties.rules.smaller import SMALLER_RULES
 from properties.traces.case import TraceCase
+from properties.traces.events import name_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.smaller import Smaller
@@ -152,6 +153,21 @@ def test_what_a_failure_needs_of_optional_tensors_is_a_neighbour(line: str, word
     assert (f"{word}=no", "holds") in shrunk.neighbours
     shrunk = shrink(run.example, run.the_law, lambda e: True, lambda runs: runs < SHRINK_RUNS)
     assert getattr(shrunk.example.case, word) is ("in_kernel" in line), "it says nothing without a gate in the kernel"
+
+
+def test_a_trace_of_many_requests_shrinks_in_few_runs() -> None:
+    """By halves of its requests and rows, and by the counts of all rows at once: one by one, requests alone would take all runs."""
+    names = [name_of(number) for number in range(130)]
+    prompts, decode = ",".join(f"{name}3" for name in names), ",".join([*"_" * 40, *names])
+    run = Run.parse(f"law=session adapter=zoo/Serves op=serving trace=p:{prompts}/d:{decode}/v2:a1/w:b slots=130")
+
+    def fails(example: Example) -> bool:
+        return any(row.real and place >= 64 for step in example.case.plan for place, row in enumerate(step.rows))
+
+    shrunk = shrink(run.example, run.the_law, fails, lambda runs: runs < SHRINK_RUNS)
+    rows = [row for step in shrunk.example.case.plan for row in step.rows]
+    assert len(rows) < 140, "of 434"
+    assert {row.count for row in rows} == {1}
 
 
 def test_a_trace_shrinks_by_requests_and_by_blocks_of_tokens() -> None:

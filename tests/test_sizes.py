@@ -101,13 +101,35 @@ def test_nothing_is_large_where_tokens_are_dear_and_lengths_follow_the_chunk() -
 
 def test_the_sizes_of_other_domains_stay() -> None:
     assert sized(PathDomain(), 16, 4096).drawing == Drawing(chunk=16)
-    assert sized(PoolDomain(), 16, 4096).drawing == Drawing(chunk=16, long=4096, quick=True)
+    assert sized(PoolDomain(), 16, 4096).drawing == Drawing(chunk=16, long=4096, quick=True, exact=32_769)
     assert sized(Domain(), None, 10) == Domain(drawing=Drawing(long=10))
     assert [sized(Domain(), chunk, 4096).drawing.long for chunk in (64, 128, 256, 512, 1024)] == [4096, 4096, 4096, 2048, 1024]
     assert [sized(Domain(), chunk, 2**16).drawing.long for chunk in (64, 256, 1024)] == [2**16, 4096, 1024]
-    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(drawing=Drawing(long=4096, chunk=16, quick=True))
+    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(
+        drawing=Drawing(long=4096, chunk=16, quick=True, exact=32_769)
+    )
     longest = ModuleDomain(longest=64, drawing=Drawing(long=4096))
     assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
+
+
+@for_each(
+    ("chunk", "algorithm", "tokens"),
+    [
+        (None, "recurrent", 32_769),
+        (None, "chunkwise", 0),
+        (16, "chunkwise", 32_769),
+        (32, "chunkwise", 32_800),
+        (48, "chunkwise", 49_200),
+        (64, "recurrent", 65_600),
+        (128, "chunkwise", 65_600),
+        (256, "chunkwise", 0),
+    ],
+)
+def test_the_sequence_of_exact_results_follows_the_chunk_and_the_algorithm(chunk: int | None, algorithm: str, tokens: int) -> None:
+    for most in MOST.values():
+        domain = sized(Domain(), chunk, most, algorithm)
+        assert domain.drawing.exact == tokens * (most == MOST["quick"])
+        assert [case.tokens for case in exact_limits(domain) if case.tokens > 65] == [tokens] * bool(domain.drawing.exact)
 
 
 @for_each(("field", "value", "range_"), [("long", -1, "0..1048576"), ("long", "far", "0..1048576"), ("chunk", 0, "1..1048576")])
@@ -160,10 +182,10 @@ class Costs(Adapter):
 def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> None:
     described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16, cost=cost)
     domain: Any = with_sizes(described, "cpu").domain
-    assert domain == Domain(drawing=Drawing(chunk=16, long=most, quick=cost == "quick"))
+    assert domain == Domain(drawing=Drawing(chunk=16, long=most, quick=cost == "quick", exact=32_769 * (cost == "quick")))
     assert (crowd_of(domain) is not None) == (cost != "slow")
     assert (crowd_of(domain) in limits(domain)) == (cost == "interpreted")
-    assert len(exact_limits(domain)) == (cost == "quick"), "a chunk of 16 is too small for a long sequence"
+    assert len(exact_limits(domain)) == 2 * (cost == "quick")
     assert [len(case.lengths) for case in exact_limits(sized(Domain(), 64, MOST["quick"]))] == [65, 1]
     assert with_sizes(described, "cuda").domain == Domain(drawing=Drawing(chunk=16, long=MOST_ON_GPU))
     paths = dataclasses.replace(described, domain=PathDomain())

@@ -21,6 +21,7 @@ from properties.laws.law import Blind, Breach, Pair
 from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.drawing import trace_cases
+from properties.traces.events import name_of, number_of
 from properties.traces.laws import TRACE_LAWS
 from properties.traces.play import play
 from properties.words.example import Example
@@ -95,6 +96,42 @@ def test_the_plan_of_the_documented_trace() -> None:
         ("f:a", [], ("a",)),
         ("p:d3,c1", [("d", 0, 3, 3, True, None), ("c", 64, 1, 1, False, None)], ("d", "c")),
     ]
+
+
+def test_names_of_two_letters_follow_those_of_one() -> None:
+    assert [name_of(number) for number in (0, 25, 26, 51, 52, 701)] == ["a", "z", "aa", "az", "ba", "zz"]
+    assert [number_of(name_of(number)) for number in range(702)] == [*range(702)]
+    case = TraceCase("p:a5,aa3,_2/d:aa,a/v4:aa2,a1/v:a0:2,ba1:1,aa2:4/s:aa/k:ba<aa@/w:ba/t:ba/r:a/f:aa", slots=4)
+    assert TraceCase.parse(str(case)) == case
+    found = [(step.text, [(row.request, row.start, row.count, row.accepted) for row in step.rows]) for step in case.plan]
+    assert found[1:4] == [
+        ("d:aa,a", [("aa", 3, 1, 1), ("a", 5, 1, 1)]),
+        ("v4:aa2,a1", [("aa", 4, 4, 2), ("a", 6, 4, 1)]),
+        ("v:a0:2,ba1:1,aa2:4", [("a", 7, 2, 0), ("aa", 6, 4, 2)]),
+    ]
+    assert [step.request for step in case.plan[5:]] == ["ba", "ba", "ba", "a", "aa"]
+    laws = ("ledger", "session", "slots", "alone", "renamed")
+    assert {outcome(law, case, PoolEngine) for law in laws} == {"holds"}
+    assert TRACE_LAWS["tags"].lacks(case, None) == "requests a to z"
+    assert TRACE_LAWS["tags"].lacks(TraceCase("p:a5,z3/d:z"), None) is None
+    one, other = (TraceCase(f"p:{name}2", slots=1) for name in ("b", "ba"))
+    assert not torch.equal(*(x.row(x.plan[0], 0)[0] for x in (one, other))), "each name has numbers of its own"
+
+
+def test_a_snapshot_of_a_request_of_two_letters_is_named_whole() -> None:
+    class Loses(PoolEngine):
+        def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+            super().fork(new, old, snapshot=snapshot)
+            self.give(self.owned.pop(f"{old}@"))
+
+    case = TraceCase("p:aa5/s:aa/k:b<aa@/d:b", slots=4)
+    assert outcome("session", case, Loses).startswith("an owner has no slot: request aa's snapshot after event 3")
+
+
+def test_slots_over_those_of_a_domain_are_outside() -> None:
+    domain = TraceDomain(most_slots=26)
+    assert domain.outside(TraceCase("p:a1", slots=26)) is None
+    assert domain.outside(TraceCase("p:a1", slots=27)) == "slots=27: more than 26 slots are not supported"
 
 
 @for_each(
@@ -199,12 +236,12 @@ def test_a_transfer_over_three_ranks_keeps_the_order_of_heads() -> None:
 REFUSED = {
     "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got 'x:a1'",
     "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v:, v1: to v8:, k:, w:, t:, r: or f:, got ''",
-    "trace=s:a1": "a row of a decode must be a request a to z or _, got 'a1' in 's:a1'",
+    "trace=s:a1": "a row of a decode must be a request a to zz or _, got 'a1' in 's:a1'",
     "trace=r:a,b": "r: takes one request, got 'r:a,b'",
     "trace=p:A1": "a row of a prefill must be a request and 0 to 256 tokens, got 'A1'",
     "trace=p:a999": "a row of a prefill must be a request and 0 to 256 tokens, got 'a999'",
     "trace=p:a01": "a row of a prefill must be a request and 0 to 256 tokens, got 'a01'",
-    "trace=d:a1": "a row of a decode must be a request a to z or _, got 'a1'",
+    "trace=d:a1": "a row of a decode must be a request a to zz or _, got 'a1'",
     "trace=v9:a1": "a draft must have 1 to 8 tokens, got 'v9:a1'",
     "trace=v2:a3": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a3'",
     "trace=v2:a0": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a0'",
@@ -214,14 +251,14 @@ REFUSED = {
     "trace=v:a0:0": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got 'a0:0'",
     "trace=v:_1:2": "a row of v: must be such as a2:4, of 1 to 8 tokens, or _:4, got '_1:2'",
     "trace=v:a1:2,a1:1": "an event must name a request once, got 'v:a1:2,a1:1'",
-    "trace=k:a<a": "a fork must be NEW<OLD or NEW<OLD@ of two requests a to z, got 'a<a'",
+    "trace=k:a<a": "a fork must be NEW<OLD or NEW<OLD@ of two requests a to zz, got 'a<a'",
     "trace=w:a,b": "w: takes one request, got 'w:a,b'",
-    "trace=f:ab": "f: takes requests a to z, got 'ab' in 'f:ab'",
+    "trace=f:abc": "f: takes requests a to zz, got 'abc' in 'f:abc'",
     "trace=d:a,a": "an event must name a request once, got 'd:a,a'",
     f"trace={'/'.join(['d:a'] * 33)}": "trace must have at most 32 events, got 33",
-    f"trace=p:a1/d:{','.join('_' * 129)}": "an event of trace must have at most 128 rows, got 129 in 'd:_,",
+    f"trace=p:a1/d:{','.join('_' * 257)}": "an event of trace must have at most 256 rows, got 257 in 'd:_,",
     f"trace={'/'.join(['p:' + ','.join(['_256'] * 64)] * 2)}": "trace must have at most 16384 tokens in all, got 32768",
-    "trace=p:a1 slots=0": "slots must be in 1..26, got 0",
+    "trace=p:a1 slots=0": "slots must be in 1..256, got 0",
     "trace=p:a1 heads=2 value_heads=3": "value_heads must be a multiple of heads 2, got 3",
     "trace=p:a1 pad=1": "pad must be one of -1, 0, got '1'",
     "slots=3": "a case line must have trace, for example trace=p:a5,b70/d:a,b",
@@ -488,7 +525,8 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
         ({"block": 1057}, "block must be in 0..1056, got 1057"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
-        ({"most_padding": 0}, "most_padding must be in 1..128, got 0"),
+        ({"most_padding": 0}, "most_padding must be in 1..256, got 0"),
+        ({"most_slots": 5}, "most_slots must be in 6..256, got 5"),
         ({"key_dims": (5, 7), "width_step": 8}, "key_dims must contain a width in steps of 8, from 1 to 256, got (5, 7)"),
         ({"value_dims": 8}, "value_dims must be a tuple (least, most), got 8"),
         ({"width_step": 0}, "width_step must be at least 1, got 0"),

@@ -17,11 +17,12 @@ from properties.words.domain import OFFSETS, AnyDomain, check_whole
 from properties.words.lengths import lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, kind_of, large_lengths
+from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, kind_of, large_lengths
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
+MANY_HEADS = 65  # just over 64
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
@@ -108,6 +109,36 @@ class LayerDomain(AnyDomain):
             (self.nothing or case.tokens > 0, "a call without tokens is not supported"),
             (self.state_gradients or not (case.cached and case.backward), "backward=yes with cached=yes is not supported"),
         )
+
+
+def limits(domain: LayerDomain) -> list[LayerCase]:
+    """Return a case of over 64 heads, cheap because it is narrow and short; none if the check draws no long cases, and on a GPU."""
+    if not at_limits(domain):
+        return []
+    narrow, cached = min(domain.widths), domain.caches
+    case = LayerCase(
+        (3,),
+        domain.operation,
+        packed=not domain.batched,
+        heads=MANY_HEADS,
+        value_heads=MANY_HEADS,
+        key_dim=narrow,
+        value_dim=narrow,
+        hidden=narrow,
+        conv_width=min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        dtype=domain.dtypes[0],
+        cached=cached,
+        state="random" if cached else "none",
+        eps=domain.eps[0],
+        offsets=domain.offsets[0] if not domain.batched else "int64",
+        gating=domain.gatings[0],
+        lower_bound=domain.lower_bounds[0],
+        parameter_dtype=domain.parameter_dtypes[0],
+        qk_norm_eps=domain.qk_norm_eps[0],
+        qk_norm_form=domain.qk_norm_forms[0],
+        backward=domain.backward and not (cached and not domain.state_gradients),
+    )
+    return [case] if domain.outside(case) is None else []
 
 
 @st.composite

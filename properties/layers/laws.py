@@ -31,7 +31,7 @@ from properties.laws.law import (
 from properties.laws.promises import to_the_bit
 from properties.laws.recompute import recompute_law
 from properties.layers.case import LayerCase
-from properties.layers.domain import LayerDomain, layer_cases
+from properties.layers.domain import LayerDomain, layer_cases, limits
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 
@@ -159,6 +159,7 @@ LAYER_LAWS: dict[str, Law] = {
             "the output, the states and every gradient, those of parameters included, equal the float64 definition",
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.oracle,
+            always=lambda domain: [Example(case) for case in limits(domain)],
         ),
         Law(
             "packed",

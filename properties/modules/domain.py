@@ -37,6 +37,7 @@ CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
+MANY_CHANNELS, ODD_STARTS = 4097, (4098, 5, 6)  # of a convolution: channels, and sequences that begin at 4,098 and at 4,103
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -54,7 +55,7 @@ class ModuleDomain(AnyDomain):
 
     operation: str = "causal_conv1d"
     dtypes: Annotated[tuple[str, ...], some_of("dtype")] = ("fp32", "bf16", "fp16")
-    widths: tuple[int, int] = (1, 1024)
+    widths: tuple[int, int] = (1, MAX_WIDTH)
     """The least and the largest D, K or V, and also E, in steps of `width_step`."""
     width_step: int = 1
     conv_widths: Annotated[tuple[int, ...], some_of("conv_width")] = (4, 2, 3, 1, 5, 8)
@@ -183,31 +184,47 @@ class ModuleDomain(AnyDomain):
 
 
 def limits(domain: ModuleDomain) -> list[ModuleCase]:
-    """Return a case with over 65,535 tokens, which are as many rows of a norm, cheap because it is narrow.
+    """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    There is none if the check draws no long cases, if kernels are compiled or interpreted, and if sequences must be short.
+    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
+    that begin at even and odd places behind token 4,096. A convolution has over 4,096 channels, or as many as it takes. There are
+    none if the check draws no long cases, or if kernels are compiled.
     """
-    if not (at_limits(domain) and domain.drawing.quick and domain.longest >= LONG):
+    if not at_limits(domain):
         return []
-    longest, every = min(domain.longest, ROWS), words_of(domain.operation)
-    lengths = (longest,) * -(-ROWS // longest)
-    narrow = min(_widths(domain, ROWS))
+    every, narrow = words_of(domain.operation), min(_widths(domain, ROWS))
     words: dict[str, Any] = {name: values[0] for name, values in domain.rare_words.items()}
     words |= {
-        "packed": not domain.batched,
         "width": narrow,
         "out_width": narrow,
         "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
         "activation": domain.activations[0],
         "final_state": domain.final_state,
         "state_columns": domain.state_columns,
-        "offsets": domain.offsets[0] if not domain.batched else "int64",
+        "oldest": domain.state_columns != "W",  # some kernels drop the cotangent of a column that no output reads
         "eps": domain.eps[0],
         "beta": domain.beta,
     }
-    words = {name: value for name, value in words.items() if name in every}
-    case = ModuleCase(lengths, domain.operation, dtype=domain.dtypes[0], backward=domain.backward, **words)
-    return [case] if domain.outside(case) is None else []
+
+    def case(*lengths: int, packed: bool = not domain.batched, **more: Any) -> ModuleCase:
+        offsets = domain.offsets[0] if packed else "int64"
+        known = {name: value for name, value in {**words, **more, "packed": packed, "offsets": offsets}.items() if name in every}
+        return ModuleCase(lengths, domain.operation, dtype=domain.dtypes[0], backward=domain.backward, **known)
+
+    cases = []
+    if domain.drawing.quick and domain.longest >= LONG:
+        longest = min(domain.longest, ROWS)
+        cases += [case(*[longest] * -(-ROWS // longest), heads=2 if domain.operation in NORMS else 1)]
+        cases += [case(*ODD_STARTS, packed=True)] if "packed" in every else []
+    if domain.operation in CONV:
+        cases += [case(min(5, domain.longest), width=_many_channels(domain))]
+    return [case for case in cases if domain.outside(case) is None]
+
+
+def _many_channels(domain: ModuleDomain) -> int:
+    """Return the least width of over 4,096 that the domain allows, or its largest."""
+    allowed = [width for width in range(1, MAX_WIDTH + 1) if domain.has_width(width)]
+    return next((width for width in allowed if width >= MANY_CHANNELS), max(allowed))
 
 
 @st.composite

@@ -151,6 +151,7 @@ class PoolDomain(AnyDomain):
 
 TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
 _NUMBERS = 2**17  # most numbers in a pool
+MANY_DRAFTS, MANY_HEADS = 65, 129  # requests of two tokens, and heads, just over usual limits
 
 
 def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
@@ -183,9 +184,10 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def limits(domain: PoolDomain) -> list[PoolCase]:
-    """Return a case of over 1,024 requests of one token, cheap because it is narrow.
+    """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    There is none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token, of which in another case some begin; over 64 requests of two tokens, of which some
+    keep a part; and over 128 heads. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -193,18 +195,24 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     fixed = conventions(rule)
     names = {*PoolCase.WORDS} & fixed.keys() - {"operation"}
     key_dim, value_dim = min(keys_of(rule, 16)), min(values_of(rule, 16))
-    widths = {"key_dim": key_dim, "value_dim": key_dim if rule.equal_widths else value_dim}
-    words = {name: fixed[name] for name in names} | {"state_dtype": domain.states_of(rule.dtypes[0])[0]} | widths
-    case = PoolCase(
-        (1,) * MANY_SEQUENCES,
-        packed=not rule.batched,
-        state="random",
-        rule=rule.operation,
-        padding_slot=(domain.padding_slots or ("-1",))[0],
-        indices=domain.indices[0],
-        **words,
-    )
-    return [case] if domain.outside(case) is None else []
+    words: dict[str, Any] = {
+        **{name: fixed[name] for name in names},
+        "state_dtype": domain.states_of(rule.dtypes[0])[0],
+        "key_dim": key_dim,
+        "value_dim": key_dim if rule.equal_widths else value_dim,
+        "packed": not rule.batched,
+        "state": "random",
+        "rule": rule.operation,
+        "padding_slot": (domain.padding_slots or ("-1",))[0],
+        "indices": domain.indices[0],
+    }
+    cases = [
+        PoolCase((1,) * MANY_SEQUENCES, **words),
+        PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
+        PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
+        PoolCase((1,), heads=MANY_HEADS, value_heads=MANY_HEADS, **words),
+    ]
+    return [case for case in cases if domain.outside(case) is None]
 
 
 @st.composite

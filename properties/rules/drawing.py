@@ -24,9 +24,9 @@ from properties.words.sizes import (
     FEW_HEADS,
     KINDS,
     LENGTHS,
+    LONG_PAIR,
     MANY_HEADS,
     MANY_TOKENS,
-    MOST_TOKENS,
     NARROW,
     kind_of,
     kinds_of,
@@ -39,6 +39,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY_SEQUENCES, MANY = 1100, 257  # sequences, and heads, just over usual limits
+MANY_ROWS, MANY_OF_A_KEY = 129, 64  # sequences of a batch, and value heads of a key head
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
 ONE_SIGNED = 5  # one case in so many, of those whose gates remember, has values of one sign
@@ -52,33 +53,49 @@ def crowd(domain: Domain) -> Case | None:
 
 
 def limits(domain: Domain) -> list[Case]:
-    """Return a case just over each usual limit that the domain allows, cheap because it is narrow.
+    """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
-    These are over 1,024 packed sequences, which are over 1,024 chunks too, and over 256 heads, with and without gates in the
-    kernel. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads, and in plain torch a sequence of
-    over 4,095 tokens. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because
-    they compile for few widths.
+    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; over 256 heads, with several value
+    heads for each key head, and with gates in the kernel; 64 value heads for one key head; and over 128 sequences of a batch. Where
+    kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of over
+    4,095 tokens, and two sequences of over 1,024, as a batch and packed. There are none if the check draws no long cases, and if
+    kernels are compiled (a `reach` above 1), because they compile for few widths.
     """
-    many = _narrow_case(domain, lengths=(1,) * MANY_SEQUENCES, packed=True)  # outside a domain of longer steps
-    words: dict[str, Any] = {"lengths": (3 * domain.length_step,), "packed": not domain.batched, "heads": MANY, "value_heads": MANY}
-    heads = _narrow_case(domain, **words)
-    computed = _narrow_case(domain, inside="both", **words) if "both" in domain.in_kernel[1:] else None
-    step = domain.length_step
-    tokens = _narrow_case(domain, lengths=(-(-MANY_TOKENS // step) * step,), packed=not domain.batched)
-    first, last = (None, tokens) if domain.drawing.quick else (crowd(domain), None)
-    return [case for case in (first, many, heads, computed, last) if case is not None]
+    step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
+
+    def up(tokens: int) -> int:
+        return -(-domain.most(tokens) // step) * step
+
+    def heads(heads: int, value_heads: int, inside: str = "none") -> Case | None:
+        return _narrow_case(domain, inside, lengths=(up(3),), packed=apart, heads=heads, value_heads=value_heads)
+
+    unequal = tuple(domain.most(place % 3 + 1) for place in range(MANY_SEQUENCES))  # outside a domain of longer steps
+    pair = tuple(map(up, LONG_PAIR))
+    found = [
+        None if quick else crowd(domain),
+        _narrow_case(domain, lengths=unequal, packed=True),
+        heads(MANY, MANY),
+        heads(MANY, 2 * MANY),
+        heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
+        heads(1, MANY_OF_A_KEY),
+        _narrow_case(domain, lengths=(domain.most(2),) * MANY_ROWS),
+    ]
+    if quick:
+        found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
+        found += [_narrow_case(domain, lengths=(up(MANY_TOKENS),), packed=apart)]
+    return [case for case in found if case is not None]
 
 
 def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    These are the crowd of `crowd` and a sequence of over 65,535 tokens. Plain torch has no grid that is too large, but it may have
-    indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many tokens
-    take as long, so that the sequence is for implementations in chunks.
+    These are the crowd of `crowd` and a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535. Plain
+    torch has no grid that is too large, but it may have indices that are too narrow. The bounds of so many numbers take 10 s, and
+    this law needs none. Token by token, 32,769 tokens take 2 s.
     """
-    step = domain.length_step
-    words: dict[str, Any] = {"lengths": (-(-MOST_TOKENS // step) * step,), "packed": not domain.batched}
-    found = [crowd(domain) if domain.drawing.quick else None, _narrow_case(domain, **words) if domain.drawing.chunked else None]
+    step, tokens = domain.length_step, domain.drawing.exact
+    words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
+    found = [crowd(domain) if domain.drawing.quick else None, _narrow_case(domain, **words) if tokens else None]
     scale = max(domain.drawn_scales, key=("default", "half", "one").index)
     exact: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
     cases = [dataclasses.replace(case, **exact) for case in found if case is not None and case.in_kernel == "none"]

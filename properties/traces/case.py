@@ -18,7 +18,7 @@ from oracles.operation import DTYPES, Inputs, Operation
 from oracles.serving import SERVING
 from properties.rules.case import Case
 from properties.rules.numbers import NORM_EPS, small_factor
-from properties.traces.events import MOST_TOKENS, PADDING, Roll, Step, check_event, tokens_of_event
+from properties.traces.events import MOST_TOKENS, PADDING, Roll, Step, check_event, name_of, number_of, tokens_of_event
 from properties.words.line import SEEDS, Line
 from properties.words.word import Word, always, like
 
@@ -27,14 +27,15 @@ FREE = ("zero", "random", "nan", "old")
 ALIGNED = ("row", "request")
 GATES = ("forever", "1000", "64", "10", "mixed")
 VALUES = ("ordinary", "small")
-MOST_EVENTS, MOST_SLOTS = 32, 26  # laws give each slot to a request, and the name of a request is one of 26 letters
-MOST_ROWS, MOST_TRACE_TOKENS = 128, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
+MOST_EVENTS, MOST_SLOTS = 32, 256
+MOST_ROWS, MOST_TRACE_TOKENS = 256, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 MOST_WIDTH = 256
 _STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "A_log", "dt_bias"))}
 _QUIET_NAN = {torch.float32: (0x7FC00000, 22, 2**31, torch.int32), torch.bfloat16: (0x7FC0, 6, 2**15, torch.int16)}
 _QUIET_NAN[torch.float16] = (0x7E00, 9, 2**15, torch.int16)
 # Tags: whole numbers that bfloat16 holds, in which silu rounds nothing; a key is one entry of this size.
 TAG_CHANNELS, _LEAST_TAG, _TAGS, _KEY = 4, 20, 200, 1024.0
+TAGGED = 26  # requests that have tags
 _CLOSED, _OPEN = -100.0, 100.0  # of a and b: no decay, and a beta of one
 
 
@@ -272,7 +273,7 @@ class TraceCase(Line):
         row = step.rows[place]
         if not row.real:
             return "padding", step.event + 1000 * other, place * MOST_TOKENS + token
-        number = ord(row.request) - ord("a")
+        number = number_of(row.request)
         if token >= row.accepted:
             return "rejected", number, (step.event + 1000 * other) * MOST_TOKENS + token
         return "tokens", number, row.start + token
@@ -291,11 +292,11 @@ class TraceCase(Line):
     def tag(kind: str, first: int, second: int) -> list[float]:
         """Return the four whole numbers that name a token, from 20 to 219; `untag` reads them.
 
-        The first names the kind and the request. The next two hold the position, or the event and the place, in base 200. The last
-        one is that of value head 0.
+        The first names the kind and the request, one of a to z. The next two hold the position, or the event and the place, in base
+        200. The last one is that of value head 0.
         """
         kinds = ("tokens", "rejected", "padding")
-        name = kinds.index(kind) * 26 + (first if kind != "padding" else 0)
+        name = kinds.index(kind) * TAGGED + (first if kind != "padding" else 0)
         number = second if kind != "padding" else first * MOST_TOKENS + second % MOST_TOKENS
         digits = [name, number % _TAGS, number // _TAGS % _TAGS, 0]
         return [float(_LEAST_TAG + digit) for digit in digits]
@@ -307,10 +308,10 @@ class TraceCase(Line):
             return "zeros"
         digits = [round(value) - _LEAST_TAG if value == value and abs(value) < _TAGS * 2 else -1 for value in values]
         whole = all(float(digit + _LEAST_TAG) == value for digit, value in zip(digits, values, strict=True))
-        if not whole or not all(0 <= digit < _TAGS for digit in digits) or digits[0] >= 3 * 26:
+        if not whole or not all(0 <= digit < _TAGS for digit in digits) or digits[0] >= 3 * TAGGED:
             return f"no tag ({', '.join(f'{value:g}' for value in values)})"
-        kind, request = divmod(digits[0], 26)
-        number, owner = digits[1] + _TAGS * digits[2], f"request {chr(ord('a') + request)}'s"
+        kind, request = divmod(digits[0], TAGGED)
+        number, owner = digits[1] + _TAGS * digits[2], f"request {name_of(request)}'s"
         head = f" for head {digits[3]}" if digits[3] else ""
         if kind == 0:
             return f"the tag of {owner} token {number}{head}"

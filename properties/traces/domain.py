@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from properties.traces.case import ALIGNED, MOST_ROWS, MOST_WIDTH, PADDING_SLOTS, TraceCase
+from properties.traces.case import ALIGNED, MOST_ROWS, MOST_SLOTS, MOST_WIDTH, PADDING_SLOTS, TraceCase
 from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, Step
 from properties.words.domain import OFFSETS, AnyDomain, check_spans, check_tuples, check_widths, inside
 from properties.words.names import known_fields
@@ -13,6 +13,7 @@ from properties.words.word import some_of
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
 MOST_BLOCK = 1056
+LEAST_SLOTS = 6  # as many as the traces of every law may have
 _KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 
@@ -50,6 +51,8 @@ class TraceDomain(AnyDomain):
     """Whether drafts of one verification may have different numbers of tokens, among them plain decodes of one token."""
     none_accepted: bool = True
     """Whether a draft may be rejected as a whole, so that its request stays where it is."""
+    most_slots: int = MOST_SLOTS
+    """The most slots that requests and snapshots may have together."""
     padding_slots: tuple[str, ...] = PADDING_SLOTS
     """The indices that padding rows may have, none if batches have no padding."""
     most_padding: int = MOST_ROWS
@@ -96,6 +99,7 @@ class TraceDomain(AnyDomain):
         for name, least, most in (
             ("most_tokens", 1, MOST_TOKENS),
             ("most_drafts", 1, MOST_DRAFTS),
+            ("most_slots", LEAST_SLOTS, MOST_SLOTS),
             ("most_padding", 1, MOST_ROWS),
             ("block", 0, MOST_BLOCK),
         ):
@@ -127,6 +131,7 @@ class TraceDomain(AnyDomain):
             (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
             (not ragged, f"{''.join(ragged[:1])}: drafts of different numbers of tokens are not supported"),
             (not refused, f"{''.join(refused[:1])}: a draft of which nothing is accepted is not supported"),
+            (case.slots <= self.most_slots, f"slots={case.slots}: more than {self.most_slots} slots are not supported"),
             (
                 case.pad in self.padding_slots or all(row.real for _, row in rows),
                 f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",

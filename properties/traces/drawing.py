@@ -3,19 +3,23 @@
 import dataclasses
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.traces.case import FREE, GATES, MOST_WIDTH, VALUES, TraceCase
+from properties.traces.case import FREE, GATES, MOST_EVENTS, MOST_WIDTH, TAGGED, VALUES, TraceCase
 from properties.traces.domain import Decoded, TraceDomain
-from properties.traces.events import PADDING, Roll
+from properties.traces.events import PADDING, Roll, name_of
 from properties.words.domain import inside
 from properties.words.lengths import widths
 from properties.words.sizes import at_limits
 
-_NAMES = "abcdefghijklmnopqrstuvwxyz"
-CROWDED_ROWS = 68  # rows of the steps of `crowds`: over 64, a usual size of a table of rows
+_NAMES = [*map(name_of, range(TAGGED))]
+CROWDED = 130  # slots, and rows of the steps, of `crowds`: over 64 and 128, usual sizes of tables of rows
+PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
+LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
+MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
@@ -284,7 +288,7 @@ class _Author:
 def fixed_cases(domain: TraceDomain, traces: Sequence[str], **words: Any) -> list[TraceCase]:
     """Return the case of the first of some traces that is inside the domain, with its simplest widths and dtypes; [] if none is.
 
-    There is none if the check draws no large cases, and on a GPU.
+    There is none if the check draws no large cases, and on a GPU. Traces of too many events are left out.
     """
     keys, values = ([width for width in range(4, MOST_WIDTH + 1) if has(width)] for has in (domain.has_key, domain.has_value))
     if not (keys and values and at_limits(domain)):
@@ -300,32 +304,73 @@ def fixed_cases(domain: TraceDomain, traces: Sequence[str], **words: Any) -> lis
         "value_dim": values[0],
         **words,
     }
-    cases = (TraceCase(trace, **fields) for trace in traces)
+    cases = (TraceCase(trace, **fields) for trace in traces if trace.count("/") < MOST_EVENTS)
     return [case for case in cases if domain.outside(case) is None][:1]
 
 
 def crowds(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case whose steps have 26 requests, as many as there are names, and over 64 rows if the domain has padding rows."""
-    names = [*_NAMES]
-    prompts = "p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names))
-    kinds = [kind for kind, event in (("d", "decode"), ("v", "verify")) if event in domain.events]
-    traces = []
-    for padding in (CROWDED_ROWS - len(names), 0):  # requests stand behind the padding, in places over 64
-        rows = {"d": [PADDING] * padding + names[::-1], "v": [PADDING] * padding + [f"{name}1" for name in names]}
-        steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(rows[kind])}" for kind in kinds]
-        traces.append("/".join([prompts, *steps, *steps[:1]]))
-    return fixed_cases(domain, traces, slots=len(names))
+    """Return cases whose steps have many rows: of many requests, and of few requests behind many padding rows.
+
+    The first has 130 requests, or as many as the domain has slots, with padding rows before them up to 130 rows.
+    """
+    cases = []
+    for count, paddings in ((min(CROWDED, domain.most_slots), (CROWDED, 0)), (BEHIND, (PADDED + BEHIND,))):
+        names = [*map(name_of, range(count))]
+        prompts = "p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names))
+        kinds = [kind for kind, event in (("d", "decode"), ("v", "verify")) if event in domain.events]
+        traces = []
+        for most in paddings:
+            padding = [PADDING] * max(0, most - count)  # requests stand behind the padding
+            rows = {"d": [*padding, *names[::-1]], "v": [*padding, *(f"{name}1" for name in names)]}
+            steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(rows[kind])}" for kind in kinds]
+            traces += ["/".join([prompts, *steps, *steps[:1]])] if kinds or not padding else []
+        cases += fixed_cases(domain, traces, slots=count)
+    return cases
+
+
+def long_requests(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case with a request of exactly 256 tokens before a decode, and in plain torch with one of over 512."""
+    part, most = min(LONG_ROW, domain.most_tokens), LONG_REQUESTS if domain.drawing.quick else LONG_REQUESTS[:1]
+    ends = [[min(end, tokens) for end in range(part, tokens + part, part)] for tokens in most]
+    parts = [[end - begin for begin, end in zip([0, *request], request, strict=False)] for request in ends]
+    steps = [
+        "p:" + ",".join(f"{name_of(number)}{count}" for number, count in enumerate(rows) if count) for rows in zip_longest(*parts)
+    ]
+    after = _token(domain, [name_of(number) for number in range(len(most))])
+    return fixed_cases(domain, ["/".join([*steps, after, after])], slots=6)
+
+
+def forks(domain: TraceDomain) -> list[TraceCase]:
+    """Return cases in which a request begins from a snapshot, after which the snapshot is taken again."""
+    every = min((tokens for tokens in domain.snapshots if tokens), default=0)
+    token, cases = _token(domain, ["b"]), []
+    if "fork" in domain.events and every:
+        snapshot = f"p:a{every}"
+        aligned = domain.alignments[0]
+        cases += fixed_cases(domain, [f"{snapshot}/k:b<a@/{snapshot}/{token}"], slots=5, snapshots=every, aligned=aligned)
+    if {"fork", "save"} <= {*domain.events}:
+        cases += fixed_cases(domain, [f"p:a5/s:a/k:b<a@/s:a/{token}"], slots=5)
+    return cases
 
 
 def repeats(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows."""
-    token = "d:a,b" if "decode" in domain.events else "p:a1,b1"
+    """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
+
+    A transfer goes to 11 ranks.
+    """
+    token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
     ways += ["s:a"] if "save" in domain.events else []
-    forks = ["k:c<a@"] if {"save", "fork"} <= {*domain.events} else []
+    branch = ["k:c<a@"] if {"save", "fork"} <= {*domain.events} else []
     moves = [step for way in ways for step in (way, token, way, token)]
-    traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *forks], moves) if some]
-    return fixed_cases(domain, traces, slots=4, free="nan")
+    traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *branch], moves) if some]
+    heads = MANY_RANKS if "transfer" in domain.events else 1
+    return fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=heads)
+
+
+def _token(domain: TraceDomain, names: Sequence[str]) -> str:
+    """Return an event of one token of each request: a decode if the domain has it."""
+    return f"d:{','.join(names)}" if "decode" in domain.events else f"p:{','.join(f'{name}1' for name in names)}"
 
 
 def _groups(domain: TraceDomain) -> tuple[tuple[int, int], ...]:

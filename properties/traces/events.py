@@ -21,6 +21,8 @@ A prefill of n tokens with n >= `snapshots` takes a snapshot after the last mult
 snapshot already or a slot is left. With `aligned=request`, multiples are counted from the first token of the request, so that a
 short row may take a snapshot too. The event `s` takes one wherever the request is, under the same condition. Requests and
 snapshots have one slot each.
+
+Requests are called a to z, and further ones aa to zz.
 """
 
 import dataclasses
@@ -28,8 +30,30 @@ import re
 
 PADDING = "_"
 MOST_TOKENS, MOST_DRAFTS = 256, 8
-_ROW, _DRAFT, _FORK = re.compile(r"([a-z_])(\d{1,3})"), re.compile(r"v(\d?)"), re.compile(r"([a-z])<([a-z])(@?)")
-_RAGGED = re.compile(r"(?:[a-z](\d)|_):(\d)")  # a row of `v:`, with its accepted tokens and all of its tokens
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_NAME = "[a-z]{1,2}"
+_ROW, _DRAFT, _FORK = re.compile(rf"({_NAME}|_)(\d{{1,3}})"), re.compile(r"v(\d?)"), re.compile(rf"({_NAME})<({_NAME})(@?)")
+_RAGGED = re.compile(rf"(?:{_NAME}(\d)|_):(\d)")  # a row of `v:`, with its accepted tokens and all of its tokens
+_PARTS = re.compile(r"(_|[a-z]*)(.*)")
+
+
+def name_of(number: int) -> str:
+    """Return the name of a request by its number: a to z for 0 to 25, aa for 26, up to zz for 701."""
+    tens, ones = divmod(number, len(_LETTERS))
+    return (_LETTERS[tens - 1] if tens else "") + _LETTERS[ones]
+
+
+def number_of(name: str) -> int:
+    """Return the number of a request by its name."""
+    first = len(_LETTERS) * (_LETTERS.index(name[0]) + 1) if len(name) > 1 else 0
+    return first + _LETTERS.index(name[-1])
+
+
+def split_row(row: str) -> tuple[str, str]:
+    """Return the name in a row, or PADDING, and what stands behind it."""
+    found = _PARTS.fullmatch(row)
+    assert found is not None, row
+    return found[1], found[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +104,7 @@ def tokens_of_event(event: str) -> int:
     kind, _, text = event.partition(":")
     rows = text.split(",")
     if kind == "p":
-        return sum(int(row[1:]) for row in rows)
+        return sum(int(split_row(row)[1]) for row in rows)
     if kind == "v":
         return sum(drafted(row)[1] for row in rows)
     return len(rows) * int(kind[1:] or 1) if kind[0] in "dsv" else 0
@@ -88,7 +112,7 @@ def tokens_of_event(event: str) -> int:
 
 def drafted(row: str) -> tuple[int, int]:
     """Return of a row of `v:` how many tokens are accepted and how many it has."""
-    accepted, _, count = row[1:].partition(":")
+    accepted, _, count = split_row(row)[1].partition(":")
     return int(accepted or 0), int(count)
 
 
@@ -105,7 +129,7 @@ def check_event(event: str) -> None:
     for row in rows:
         if kind == "k":
             if not (found := _FORK.fullmatch(row)) or found[1] == found[2]:
-                raise ValueError(f"a fork must be NEW<OLD or NEW<OLD@ of two requests a to z, got {row[:80]!r} in {event[:80]!r}")
+                raise ValueError(f"a fork must be NEW<OLD or NEW<OLD@ of two requests a to zz, got {row[:80]!r} in {event[:80]!r}")
         elif kind == "p":
             found = _ROW.fullmatch(row)
             if not found or int(found[2]) > MOST_TOKENS or str(int(found[2])) != found[2]:
@@ -117,13 +141,13 @@ def check_event(event: str) -> None:
             found = _ROW.fullmatch(row)
             if not found or found[1] == PADDING or not 1 <= int(found[2]) <= drafts or str(int(found[2])) != found[2]:
                 raise ValueError(f"a row of {kind} must be a request and 1 to {drafts} accepted tokens, or _, got {row[:80]!r}")
-        elif kind in ("w", "t", "r", "f") and not re.fullmatch("[a-z]", row):
-            raise ValueError(f"{kind}: takes requests a to z, got {row[:80]!r} in {event[:80]!r}")
-        elif kind in ("d", "s") and not re.fullmatch("[a-z_]", row):
-            raise ValueError(f"a row of a decode must be a request a to z or _, got {row[:80]!r} in {event[:80]!r}")
+        elif kind in ("w", "t", "r", "f") and not re.fullmatch(_NAME, row):
+            raise ValueError(f"{kind}: takes requests a to zz, got {row[:80]!r} in {event[:80]!r}")
+        elif kind in ("d", "s") and not re.fullmatch(f"{_NAME}|_", row):
+            raise ValueError(f"a row of a decode must be a request a to zz or _, got {row[:80]!r} in {event[:80]!r}")
     if kind in ("k", "w", "t", "r", "f") and len(rows) > 1:
         raise ValueError(f"{kind}: takes one request, got {event[:80]!r}")
-    names = [row[0] for row in rows if row[0] != PADDING]
+    names = [name for name, _ in map(split_row, rows) if name != PADDING]
     if len(set(names)) < len(names):
         raise ValueError(f"an event must name a request once, got {event[:80]!r}")
 
@@ -173,22 +197,22 @@ class Roll:
     def _steps(self, text: str, count: int) -> tuple[Row, ...]:
         """Return the rows of a decode or of a verification of `count` tokens each."""
         rows = []
-        for row in text.split(","):
-            if row == PADDING:
+        for name, accepted in map(split_row, text.split(",")):
+            if name == PADDING:
                 rows.append(Row(PADDING, 0, count, 0))
-            elif row[0] in self.tokens:
-                rows.append(Row(row[0], self.tokens[row[0]], count, int(row[1:] or count)))
+            elif name in self.tokens:
+                rows.append(Row(name, self.tokens[name], count, int(accepted or count)))
         return tuple(rows)
 
     def _drafts(self, text: str) -> tuple[Row, ...]:
         """Return the rows of a verification whose drafts have numbers of tokens of their own."""
         rows = []
         for row in text.split(","):
-            accepted, count = drafted(row)
-            if row[0] == PADDING:
+            name, (accepted, count) = split_row(row)[0], drafted(row)
+            if name == PADDING:
                 rows.append(Row(PADDING, 0, count, 0))
-            elif row[0] in self.tokens:
-                rows.append(Row(row[0], self.tokens[row[0]], count, accepted))
+            elif name in self.tokens:
+                rows.append(Row(name, self.tokens[name], count, accepted))
         return tuple(rows)
 
     def _saved(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -205,7 +229,7 @@ class Roll:
         """Return the rows of a prefill; requests that are not there are admitted, as long as a slot is left."""
         rows = []
         for row in text.split(","):
-            request, count = row[0], int(row[1:])
+            request, count = split_row(row)[0], int(split_row(row)[1])
             begins = request != PADDING and request not in self.tokens
             if begins and (not count or not self.room()):
                 continue

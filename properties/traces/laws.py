@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
-from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TraceCase
+from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TAGGED, TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import VALUE_WIDTHS, crowds, repeats, trace_cases
+from properties.traces.drawing import VALUE_WIDTHS, crowds, forks, long_requests, repeats, trace_cases
+from properties.traces.events import name_of, number_of
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
@@ -124,7 +125,7 @@ def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
     if left := sorted(engine.slots()):
         raise Breach("a slot is still owned after every request was freed", f"{', '.join(left)}, {case.trace}")
     for number in range(case.slots):
-        engine.admit([chr(ord("a") + number)])
+        engine.admit([name_of(number)])
     slots = {*engine.slots().values()} & {*range(len(engine.states))} - {*engine.unowned, *engine.scratch()}
     yield Pair("owners", "of all slots", torch.tensor(len(slots)), torch.tensor(case.slots))
 
@@ -149,7 +150,7 @@ def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
 def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """Before the second run, requests take all slots and give them back in another order. Blind if that moves nobody."""
     case: TraceCase = example.case
-    names = [chr(ord("a") + number) for number in range(case.slots)]
+    names = [name_of(number) for number in range(case.slots)]
 
     def shuffle(engine: Played) -> None:
         for name in names:
@@ -245,7 +246,9 @@ def _others(draw: st.DrawFn, domain: TraceDomain) -> Example:
 
 def _tagable(case: TraceCase, _: str | None) -> str | None:
     """Return what a case lacks for tags, or None."""
-    return None if case.value_dim >= TAG_CHANNELS else f"value_dim of at least {TAG_CHANNELS}"
+    if case.value_dim < TAG_CHANNELS:
+        return f"value_dim of at least {TAG_CHANNELS}"
+    return None if all(number_of(name) < TAGGED for step in case.plan for name in step.requests) else "requests a to z"
 
 
 def _promises(name: str) -> Callable[[TraceDomain], str | None]:
@@ -278,7 +281,7 @@ TRACE_LAWS: dict[str, Law] = {
             "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
-            always=lambda domain: [Example(case) for case in crowds(domain)],
+            always=lambda domain: [Example(case) for case in (*crowds(domain), *long_requests(domain))],
         ),
         Law(
             "tags",
@@ -295,7 +298,7 @@ TRACE_LAWS: dict[str, Law] = {
             "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
-            always=lambda domain: [Example(case) for case in repeats(domain)],
+            always=lambda domain: [Example(case) for case in (*repeats(domain), *forks(domain))],
         ),
         Law(
             "dropped",

@@ -213,7 +213,7 @@ def owners_after(case: TraceCase, last: Step) -> set[str]:
 
 def named(owner: str) -> str:
     """Return an owner in words."""
-    return f"request {owner[0]}'s snapshot" if owner.endswith("@") else f"request {owner}"
+    return f"request {owner[:-1]}'s snapshot" if owner.endswith("@") else f"request {owner}"
 
 
 def _idle(engine: Played, slots: Mapping[str, int]) -> list[int]:

@@ -5,16 +5,17 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from properties.traces.case import TraceCase
-from properties.traces.events import PADDING, drafted
-from properties.words.smaller import Changes, Smaller, below, blocks_below, fewer_heads, next_multiples, without_some
+from properties.traces.events import PADDING, drafted, name_of, split_row
+from properties.words.smaller import FEW, Changes, Smaller, below, blocks_below, fewer_heads, next_multiples, without_some
 
 
 def _requests(case: TraceCase) -> Changes:
-    """Yield traces of one request alone, and traces without one request."""
+    """Yield traces of one request alone, and traces without one request; if there are many, without some of them."""
     events = case.trace.split("/")
-    letters = dict.fromkeys(letter for event in events for letter in _names_in(event))
-    if len(letters) > 1:
-        for gone in (*({*letters} - {letter} for letter in letters), *({letter} for letter in letters)):
+    names = dict.fromkeys(name for event in events for name in _names_in(event))
+    if len(names) > 1:
+        many = [{*names} - {*left} for left in without_some([*names])] if len(names) > FEW else []
+        for gone in many or (*({*names} - {name} for name in names), *({name} for name in names)):
             if left := [fewer for event in events if (fewer := _without(event, gone))]:
                 yield _trace(left)
 
@@ -27,8 +28,8 @@ def _without(event: str, gone: Collection[str]) -> str:
 
 
 def _names_in(event: str) -> list[str]:
-    """Return the letters of the requests that an event names."""
-    return [letter for letter in event.partition(":")[2] if letter.islower()]
+    """Return the names of the requests that an event names."""
+    return re.findall("[a-z]+", event.partition(":")[2])
 
 
 def _events(case: TraceCase) -> Changes:
@@ -38,18 +39,22 @@ def _events(case: TraceCase) -> Changes:
 
 
 def _rows(case: TraceCase) -> Changes:
-    """Yield traces without one row of an event, padding rows first."""
+    """Yield traces without one row of an event, padding rows first; if there are many rows, without some of them."""
     events = case.trace.split("/")
     for number, event in enumerate(events):
         kind, _, text = event.partition(":")
         rows = text.split(",")
         order = sorted(range(len(rows)), key=lambda row: not rows[row].startswith(PADDING))
-        for row in order if len(rows) > 1 else ():
-            yield _trace([*events[:number], f"{kind}:{','.join([*rows[:row], *rows[row + 1 :]])}", *events[number + 1 :]])
+        fewer = [[*rows[:row], *rows[row + 1 :]] for row in order if len(rows) > 1]
+        for left in without_some(rows) if len(rows) > FEW else fewer:
+            yield _trace([*events[:number], f"{kind}:{','.join(left)}", *events[number + 1 :]])
 
 
 def _counts(case: TraceCase) -> Changes:
-    """Yield traces with fewer tokens in a row of a prefill, with shorter drafts, and with other accepted tokens."""
+    """Yield traces with fewer tokens in a row of a prefill, with shorter drafts, and with other accepted tokens.
+
+    If an event has many rows, no row has more than so many tokens.
+    """
     events = case.trace.split("/")
     for number, event in enumerate(events):
         kind, _, text = event.partition(":")
@@ -59,38 +64,49 @@ def _counts(case: TraceCase) -> Changes:
             continue
         if kind[0] == "v":
             for drafts in below(int(kind[1:]), 1):
-                fewer = [row if row == PADDING else f"{row[0]}{min(int(row[1:]), drafts)}" for row in rows]
+                fewer = [row if row == PADDING else f"{name}{min(int(count), drafts)}" for row, (name, count) in _split(rows)]
                 yield _trace([*events[:number], f"v{drafts}:{','.join(fewer)}", *events[number + 1 :]])
-        for place, row in enumerate(rows if kind[0] in "pv" else ()):
-            tokens = int(row[1:] or 0)
-            for count in (*below(tokens, 1), *blocks_below(tokens)) if tokens else ():
-                fewer = [*rows[:place], f"{row[0]}{count}", *rows[place + 1 :]]
+        if kind[0] in "pv" and len(rows) > FEW:
+            for most in below(max(int(count or 0) for _, (_, count) in _split(rows)), 1):
+                fewer = [f"{name}{min(int(count), most) if count else ''}" for _, (name, count) in _split(rows)]
                 yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
+            continue
+        for place, (_, (name, written)) in enumerate(_split(rows if kind[0] in "pv" else [])):
+            tokens = int(written or 0)
+            for count in (*below(tokens, 1), *blocks_below(tokens)) if tokens else ():
+                fewer = [*rows[:place], f"{name}{count}", *rows[place + 1 :]]
+                yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
+
+
+def _split(rows: list[str]) -> list[tuple[str, tuple[str, str]]]:
+    """Return rows, each with its name and what stands behind the name."""
+    return [(row, split_row(row)) for row in rows]
 
 
 def _fewer_drafts(rows: list[str]) -> Iterator[str]:
     """Yield verifications with equal numbers of tokens in all rows, and with fewer tokens or fewer accepted ones in one row."""
-    counts = [drafted(row) for row in rows]
-    real = [count for row, count in zip(rows, counts, strict=True) if row[0] != PADDING]
+    names, counts = [split_row(row)[0] for row in rows], [drafted(row) for row in rows]
+    real = [count for name, count in zip(names, counts, strict=True) if name != PADDING]
     if real and all(accepted for accepted, _ in real):
         most = max(count for _, count in counts)
-        written = [row[0] if row[0] == PADDING else f"{row[0]}{accepted}" for row, (accepted, _) in zip(rows, counts, strict=True)]
+        written = [name if name == PADDING else f"{name}{accepted}" for name, (accepted, _) in zip(names, counts, strict=True)]
         yield f"v{most}:{','.join(written)}"
-    for place, (row, (accepted, count)) in enumerate(zip(rows, counts, strict=True)):
+    for place, (name, (accepted, count)) in enumerate(zip(names, counts, strict=True)):
         changes = [(min(accepted, fewer), fewer) for fewer in below(count, 1)]
         changes += [(fewer, count) for fewer in below(accepted, 0)]
         for kept, drafts in changes:
-            changed = f"{PADDING}:{drafts}" if row[0] == PADDING else f"{row[0]}{kept}:{drafts}"
+            changed = f"{PADDING}:{drafts}" if name == PADDING else f"{name}{kept}:{drafts}"
             yield f"v:{','.join([*rows[:place], changed, *rows[place + 1 :]])}"
 
 
 def _names(case: TraceCase) -> Changes:
     """Yield the trace with its requests called a, b, c in the order in which they come."""
-    text = re.sub("[pdskwtrf]:|v\\d?:", lambda kind: kind[0].upper(), case.trace)
-    letters = dict.fromkeys(letter for letter in text if letter.islower())
-    renamed = str.translate(text, {ord(letter): ord("a") + number for number, letter in enumerate(letters)}).lower()
-    if renamed != case.trace:
-        yield _trace(renamed.split("/"))
+    events = [event.partition(":") for event in case.trace.split("/")]
+    names = dict.fromkeys(name for _, _, text in events for name in re.findall("[a-z]+", text))
+    new = {name: name_of(number) for number, name in enumerate(names)}
+    renamed = [f"{kind}:{re.sub('[a-z]+', lambda found: new[found[0]], text)}" for kind, _, text in events]
+    if renamed != case.trace.split("/"):
+        yield _trace(renamed)
 
 
 def _trace(events: list[str]) -> tuple[str, dict[str, Any]]:
@@ -109,8 +125,9 @@ def _longer_rows(case: TraceCase) -> Changes:
         kind, _, text = event.partition(":")
         rows = text.split(",")
         for place, row in enumerate(rows if kind == "p" else ()):
-            for count in next_multiples(int(row[1:])) if row[0] != PADDING and int(row[1:]) else ():
-                longer = [*rows[:place], f"{row[0]}{count}", *rows[place + 1 :]]
+            name, tokens = split_row(row)[0], int(split_row(row)[1])
+            for count in next_multiples(tokens) if name != PADDING and tokens else ():
+                longer = [*rows[:place], f"{name}{count}", *rows[place + 1 :]]
                 yield _trace([*events[:number], f"{kind}:{','.join(longer)}", *events[number + 1 :]])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from properties.laws.law import Breach, Pair
 from properties.traces.case import TAG_CHANNELS, TraceCase
-from properties.traces.events import Row
+from properties.traces.events import Row, number_of
 from properties.traces.play import Moment, Slot, TraceBench, named, play
 from properties.words.example import Example
 
@@ -57,7 +57,7 @@ def tags(bench: TraceBench, example: Example) -> Iterator[Pair]:
 
 
 def _accept(case: TraceCase, ledger: Ledger, request: str, token: int) -> None:
-    number = ord(request) - ord("a")
+    number = number_of(request)
     tag = case.tag("tokens", number, token)
     ledger.rows[token % case.key_dim] = tag
     ledger.columns = [*ledger.columns, case.tagged(tag, token)][1 - case.width :]

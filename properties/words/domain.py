@@ -29,8 +29,8 @@ class Drawing:
     """The most tokens of long cases; 0 for none."""
     quick: bool = False
     """Whether a token costs little, as in plain torch on a CPU."""
-    chunked: bool = False
-    """Whether the implementation takes 64 tokens or more in a step, so that 65,536 tokens are few steps."""
+    exact: int = 0
+    """The tokens of a sequence whose results are exact, which needs no tolerance; 0 for none."""
     large: str = ""
     """What is large in a case, "" for nothing (properties/words/sizes.py)."""
     chunk: int = 64
@@ -39,7 +39,10 @@ class Drawing:
     """The forms that compiled kernels of a path may have (properties/paths/domain.py); none if any."""
 
     def __post_init__(self) -> None:
-        for name, least, most in (("reach", 1, MOST_REACH), ("long", 0, MAX_TOKENS), ("chunk", 1, MAX_TOKENS)):
+        for name, least, most in (
+            ("reach", 1, MOST_REACH),
+            *((field, int(field == "chunk"), MAX_TOKENS) for field in ("long", "exact", "chunk")),
+        ):
             number = getattr(self, name)
             if not isinstance(number, int) or not least <= number <= most:
                 raise ValueError(f"{name} must be in {least}..{most}, got {number!r}")

@@ -28,12 +28,15 @@ MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
 MANY_TOKENS = 4100  # just over 4,095, the last index with 12 bits
+MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
 MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
+MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
+LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there
 
 
-def sized(domain: Any, chunk: int | None, most: int) -> Any:
-    """Return the domain with sizes that follow an implementation: its chunk, and the most tokens of a long case.
+def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise") -> Any:
+    """Return the domain with sizes that follow an implementation: its chunk and algorithm, and the most tokens of a long case.
 
     A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
     and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK.
@@ -41,7 +44,19 @@ def sized(domain: Any, chunk: int | None, most: int) -> Any:
     long = min(most, LARGEST_CHUNK**2 // chunk) if chunk and chunk > USUAL_CHUNK else most
     long = long if domain.draws_large or domain.has_limits else 0
     quick = long > 0 and most == MOST["quick"]
-    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, chunked=quick and (chunk or 0) >= 64, large="")
+    exact = exact_tokens(chunk, algorithm) if quick else 0
+    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, exact=exact, large="")
+
+
+def exact_tokens(chunk: int | None, algorithm: str) -> int:
+    """Return the tokens of a sequence whose results are exact, in plain torch: over 1,024 chunks and over 32,767 tokens.
+
+    There is none for a chunk over USUAL_CHUNK, and for one that is not known, unless the algorithm is recurrent: an implementation
+    whose only chunk is the whole sequence would need 4 GB for each head.
+    """
+    if chunk is None:
+        return MANY_STEPS if algorithm == "recurrent" else 0
+    return min(max(MANY_STEPS, MANY_CHUNKS * chunk), MOST_TOKENS) if chunk <= USUAL_CHUNK else 0
 
 
 def at_limits(domain: Any) -> bool:

@@ -174,8 +174,8 @@ class PathAdapter(Implementation):
 class Engine(abc.ABC):
     """A serving engine that is driven event by event: a pool of slots, and the requests that own them.
 
-    A request is a name of one letter. Its snapshot is called like the request with `@` behind. The engine's own allocator decides
-    which slot a request gets. Laws read and fill the pool between two calls.
+    A request is a name of one or two letters. Its snapshot is called like the request with `@` behind. The engine's own allocator
+    decides which slot a request gets. Laws read and fill the pool between two calls.
 
     - `states` [P, HV, K, V] and `windows` [P, D, W - 1] are all slots of the pool. They are the engine's own memory or views of it
       (a pool of [P, HV, V, K] returns `.mT`), so that a law can fill slots that nobody owns. Windows may have more columns than

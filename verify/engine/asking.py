@@ -130,12 +130,12 @@ def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
 
 
 def with_sizes(described: Described, device: str, *, large: bool = True) -> Described:
-    """The declarations with the sizes of this check's cases, which follow the chunk and, on a CPU, what a token costs.
+    """The declarations with the sizes of this check's cases, which follow the chunk, the algorithm and, on a CPU, a token's cost.
 
     If not `large`, no case is large.
     """
     most = (MOST_ON_GPU if device != "cpu" else MOST[described.cost]) if large else 0
-    return dataclasses.replace(described, domain=sized(described.domain, described.chunk, most))
+    return dataclasses.replace(described, domain=sized(described.domain, described.chunk, most, described.algorithm))
 
 
 def interpreted(described: Described, device: str, deadline_s: float) -> str:

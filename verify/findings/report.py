@@ -11,6 +11,7 @@ from verify.findings.law_report import ENOUGH, LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict
 
+LONGEST = 500  # characters of a case that a broken case is compared with: nobody reads one with 130 requests
 WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 NOT_ALWAYS = {
@@ -136,9 +137,9 @@ def failure(report: LawReport, width: int = WIDTH, marks: str = BLOCKS) -> str:
     ]
     if ratios := _ratio_line(report):
         lines.append(ratios)
-    if report.neighbours:
+    if neighbours := [case for case in report.neighbours if len(case) <= LONGEST]:
         lines += textwrap.wrap(
-            "; ".join(report.neighbours),
+            "; ".join(neighbours),
             width,
             initial_indent="  holds with   ",
             subsequent_indent="               ",

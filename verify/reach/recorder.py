@@ -177,16 +177,16 @@ def sizes_of(case: Any, adapter: Any) -> dict[str, int]:
         counts = [[row.count for row in step.rows] for step in steps]
         lengths = [count for rows in counts for count in rows]
         sizes = {"tokens": max(map(sum, counts), default=0), "sequences": max(map(len, counts), default=0)}
+        sizes["sequence"] = max((row.start + row.count for step in steps for row in step.rows), default=0)
     else:
         lengths = case.lengths
-        sizes = {"tokens": sum(lengths), "sequences": len(lengths)}
-    sizes["sequence"] = max(lengths, default=0)
+        sizes = {"tokens": sum(lengths), "sequences": len(lengths), "sequence": max(lengths, default=0)}
     if hasattr(case, "heads"):
         sizes["heads"] = case.heads
     if hasattr(case, "value_heads"):
         sizes["value_heads"] = case.value_heads // case.heads
     if chunk := getattr(adapter, "chunk", None):
-        sizes["chunks"] = math.ceil(sizes["sequence"] / chunk)
+        sizes["chunks"] = math.ceil(max(lengths, default=0) / chunk)  # in a trace, chunks begin with a row
     if hasattr(case, "cp"):
         sizes |= {"ranks": case.tp * case.cp, "rank_tokens": max(len(tokens) for tokens in case.tokens_of_ranks())}
     return sizes

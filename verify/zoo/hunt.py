@@ -166,7 +166,7 @@ class Hunt(Crew):
 
     @staticmethod
     def _fate(animal: Animal, laws: set[str] | None) -> Fate:
-        domain = sized(animal.kind.domain, animal.kind.chunk, MOST["quick"])
+        domain = sized(animal.kind.domain, animal.kind.chunk, MOST["quick"], animal.kind.algorithm)
         book = book_of(domain)
         fate = Fate(animal, book, domain, {name: Cell(name) for name in book.laws if laws is None or name in laws})
         for name, cell in fate.cells.items():

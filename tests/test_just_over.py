@@ -1,0 +1,101 @@
+"""Cases just over usual limits: each has an implementation that it alone shows, and that right code of the same kind passes."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from properties.books import book_of
+from properties.words.example import Example
+from properties.words.sizes import MOST, sized
+from tests import wrong_just_over as wrong
+from verify.engine.drawing import of_law
+from verify.engine.profiles import PROFILES
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.line import Run
+from verify.process.outcome import Verdict
+
+HERE = "tests/wrong_just_over.py"
+OTHERS = 3  # examples of the law that are drawn, with which the implementation holds
+# The law that shows each of them, and what the lines have that show it: of the cases of a check at fixed places, no other does.
+SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
+    wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.KeyHeadsOf8Bits: ("oracle", ("heads=257 value_heads=514",)),
+    wrong.RatiosOf6Bits: ("oracle", ("value_heads=64",)),
+    wrong.BatchesUpTo128: ("oracle", ("lengths=2+2+2+2+2",)),
+    wrong.SecondLongOfABatch: ("oracle", ("lengths=1030+1030 key_dim",)),
+    wrong.SecondLongPacked: ("oracle", ("lengths=1030+1030 packed=yes",)),
+    wrong.ChunksOf32UpTo1024: ("recall", ("lengths=32800",)),
+    wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
+    wrong.FreshUpTo1024: ("oracle", ("fresh=some",)),
+    wrong.AcceptedUpTo64: ("oracle", ("accepted=some",)),
+    wrong.PoolHeadsOf7Bits: ("oracle", ("heads=129 value_heads=129",)),
+    wrong.RowsUpTo128: ("session", ("slots=130",)),
+    wrong.SlotsOf7Bits: ("session", ("slots=130",)),
+    wrong.RoomFor96PaddingRows: ("session", ("slots=4",)),
+    wrong.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128",)),
+    wrong.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
+    wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
+    wrong.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
+    wrong.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
+    wrong.ChannelsOf12Bits: ("oracle", ("width=4097",)),
+    wrong.OffsetsOf12Bits: ("oracle", ("lengths=4098+5+6",)),
+    wrong.LayerHeadsUpTo64: ("oracle", ("heads=65 value_heads=65",)),
+}
+
+
+def domain_of(kind: type) -> Any:
+    adapter = adapter_of(f"{HERE}:{kind.__name__}")
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
+
+
+def fixed(kind: type, law: str) -> Sequence[Example]:
+    domain = domain_of(kind)
+    found: Sequence[Example] = book_of(domain).laws[law].always(domain)
+    return found
+
+
+@functools.cache
+def drawn(law: str, domain: Any, seed: int) -> list[Example]:
+    """The examples of a law in a check with the default profile."""
+    found: list[Example] = []
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    return found
+
+
+def verdict_of(adapter: str, law: str, example: Example) -> Verdict:
+    return execute(Run(law, adapter, example)).verdict
+
+
+@pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_that_case_alone_shows_it_and_the_right_form_holds(kind: type) -> None:
+    law, texts = SHOWN_BY[kind]
+    examples = fixed(kind, law)
+    showing = [example for example in examples if any(text in str(example.case) for text in texts)]
+    assert len(showing) == len(texts), [str(example.case)[:200] for example in examples]
+    broken = [example for example in examples if verdict_of(f"{HERE}:{kind.__name__}", law, example) is Verdict.BROKEN]
+    assert broken == showing
+    right = next(base for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    for example in showing:
+        assert verdict_of(f"zoo/{right.__name__}", law, example) is Verdict.HOLDS, example
+
+
+@pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
+@pytest.mark.slow
+def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) -> None:
+    law, domain = SHOWN_BY[kind][0], domain_of(kind)
+    examples = fixed(kind, law)
+    for seed in range(3):
+        assert [example for example in drawn(law, domain, seed) if example in examples] == list(examples)
+    others = [example for example in drawn(law, domain, 0) if example not in examples]
+    assert Verdict.BROKEN not in [verdict_of(f"{HERE}:{kind.__name__}", law, example) for example in others[:OTHERS]]
+
+
+@pytest.mark.slow
+def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
+    examples = fixed(wrong.FewSlots, "session")
+    assert [example.case.slots for example in examples] == [26, 4, 6]
+    assert {verdict_of(f"{HERE}:FewSlots", "session", example) for example in examples} == {Verdict.HOLDS}
