@@ -19,7 +19,8 @@ from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, ei
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-HISTORIES = ("others", "refill", "freed", "gradients", "refused", "failed", *AT_ONCE)
+HISTORIES = ("others", "refill", "freed", "gradients", "inference", "refused", "failed", *AT_ONCE)
+CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -29,9 +30,11 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
     - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
       must not change what the first returned.
-    - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again.
+    - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
+      packed sequences, one late offset alone is other.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
+    - `inference`: a call under `inference_mode` gives what it gives under `no_grad`, and a later call may compute gradients.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
     - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
@@ -44,6 +47,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         "refill": _refill,
         "freed": _freed,
         "gradients": _gradients,
+        "inference": _inference,
         "refused": _refused,
         "failed": _failed,
         "threads": _at_once,
@@ -57,6 +61,17 @@ def rotated(case: Any, domain: Any = None) -> Any:
     other = with_others(case, domain)
     lengths = (*case.lengths[1:], case.lengths[0])
     return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
+
+
+def moved(case: Any, domain: Any) -> Any | None:
+    """Return the case with one late offset elsewhere and as many sequences and tokens; None if it has no such offset."""
+    for place in range(len(case.lengths) - 1, CROWDED - 2, -1) if case.packed else ():
+        for step in (domain.length_step, -domain.length_step):
+            lengths = [*case.lengths]
+            lengths[place - 1], lengths[place] = lengths[place - 1] - step, lengths[place] + step
+            if min(lengths) >= 0 and domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
+                return other
+    return None
 
 
 def order_of(example: Example) -> int:
@@ -118,9 +133,10 @@ def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents]
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     """Offsets are filled again only if the domain has refills=True; all other tensors are in any case, as parameters are."""
     case = example.case
-    (inputs, cotangents), (first, _) = _two(
-        bench, case, rotated(case, bench.domain) if bench.domain.refills else with_others(case, bench.domain)
-    )
+    other = with_others(case, bench.domain)
+    if bench.domain.refills:
+        other = moved(other, bench.domain) or rotated(case, bench.domain)
+    (inputs, cotangents), (first, _) = _two(bench, case, other)
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
 
@@ -146,6 +162,22 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from pairs_of(rounds[1], bounds, "of a call with gradients, after one under no_grad")
     for number in (2, 3):
         yield from _repeated(bench, rounds[number], rounds[number - 2], bounds)
+
+
+def _inference(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Tensors made under `inference_mode` are copies here, and what is kept of them can never take part in a graph."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    leaves = inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
+    bounds = bench.bounds(inputs, cotangents)
+    with torch.no_grad():
+        once = bench.run(inputs, None)
+    with torch.inference_mode():
+        copies, same = bench.run(inputs, None), bench.run(leaves, None, same_objects=True)
+    yield from pairs_of(once, bounds, "of a call under no_grad")
+    yield from pairs_of(copies, once if bench.domain.deterministic else bounds, "under inference_mode, as under no_grad")
+    yield from pairs_of(same, bounds, "under inference_mode, of tensors that require gradients")
+    yield from pairs_of(bench.run(leaves, cotangents, same_objects=True), bounds, "of a call after one under inference_mode")
 
 
 def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -219,7 +251,13 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
     """Return the law for a book whose cases `cases(domain, **fixed)` draws."""
 
     def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
-        return either([_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)])
+        kinds = [_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)]
+        if domain.packed and domain.refills:
+            crowds = cases(domain, packed=True, sequences=(CROWDED, CROWDED + 2)).filter(
+                lambda case: moved(case, domain) is not None
+            )
+            kinds.append(examples_of(crowds, None, ("refill",)))
+        return either(kinds)
 
     return Law(
         "history",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.common import bytes_of, view
+from properties.laws.common import bytes_of, spaced, view, views_of
 from properties.laws.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
 from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pools.case import PoolCase
@@ -31,6 +31,7 @@ from properties.pools.rows import (
     slots_of,
 )
 from properties.rules.drawing import REMEMBERING, values_of
+from properties.words.domain import INDICES, MIXED
 from properties.words.example import Example
 
 POISON = ("nan", "random")
@@ -278,9 +279,8 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     others = memory[:, ::2] if domain.apart else memory[::2]
     between = bits(others).clone()
     names = present(case.spec, inputs, "B", "T")
-    there = inputs.replaced(
-        pool=shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
-    )
+    views = views_of(domain, example, {name: inputs[name] for name in names})
+    there = spaced(inputs, example.variant or "").replaced(pool=shaped(slots, inputs.pool, domain), **views)
     bounds = bench.bounds(there, None)
     yield from judged(bench.run(there, None), bounds, meant, f"from {example.variant} inputs")
     yield Pair("memory", "between slots", bits(others), between)
@@ -317,7 +317,9 @@ def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
     if can_be_far(domain) and "strided" in domain.views:
         groups = ((5, 5), (8, 8), (5, 10)) if rule.grouped_heads else ((5, 5), (8, 8))
         far_ones["far_heads"] = pool_cases(domain, most=3, groups=groups)
-    choices = [examples_of(pool_cases(domain, most=8), None, domain.views)] * 3
+    kinds = tuple(how for how in domain.views if how not in (MIXED, INDICES))
+    choices = [examples_of(pool_cases(domain, most=8), None, kinds)] * 3 if kinds else []
+    choices += [examples_of(pool_cases(domain, most=8), None, (how,)) for how in (MIXED, INDICES) if how in domain.views]
     # By themselves, because a pool of 2^31 numbers is usual: a short check should not miss them.
     choices += [far_examples(domain, {"far_slots": pool_cases(domain, most=3, spare=(5, 7))})] if domain.apart else []
     choices += [far_examples(domain, far_ones)] if far_ones else []
