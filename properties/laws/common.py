@@ -1,6 +1,7 @@
 """Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from properties.laws.law import (
     bounds_as,
     conventional,
     examples_of,
+    firm_examples,
     in_two_parts,
     one_final_state,
     one_initial_state,
@@ -482,7 +484,8 @@ def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[
         return far(domain, example.case.spec, tensors, how)
     kinds: tuple[str, ...] = ("aligned",) if how == INDICES else (how,)
     if how == MIXED:
-        kinds = tuple(kind for kind in (*KINDS, "fused") if kind != "expanded" and takes_view(domain, kind))
+        known = domain.views if isinstance(domain.views, tuple) else KINDS
+        kinds = tuple(kind for kind in known if kind not in ("expanded", MIXED, INDICES))
         kinds = kinds if len(kinds) > 1 else (*kinds, "aligned")
     return {name: view(x, kinds[(example.case.seed + place) % len(kinds)]) for place, (name, x) in enumerate(tensors.items())}
 
@@ -507,6 +510,12 @@ def near_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
     choices = [examples_of(cases(), None, kinds)] * 3 if kinds else []
     choices += [examples_of(cases(), None, (MIXED,))] if takes_view(domain, MIXED) else []
     return choices + ([examples_of(cases(packed=True), None, (INDICES,))] if packed and takes_view(domain, INDICES) else [])
+
+
+def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[Example]:
+    """Return an example of each view of several tensors, whose values are ordinary, for every seed. `packed` as for near_views."""
+    near = near_views(domain, functools.partial(cases, values="ordinary"), packed=packed) if domain.views else []
+    return firm_examples(domain, *near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :])
 
 
 def without_views(domain: Any) -> str | None:

@@ -4,6 +4,7 @@ A history is a short sequence of calls in one process. Every call of it is judge
 is one kind of history, so a line repeats it in any process.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,20 @@ from hypothesis import strategies as st
 from oracles.arithmetic.counter import mix_words
 from oracles.operation import NAMES, Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, pairs_of, present, with_others
+from properties.laws.law import (
+    Bench,
+    Blind,
+    Cotangents,
+    Law,
+    Pair,
+    Results,
+    either,
+    examples_of,
+    firm_examples,
+    pairs_of,
+    present,
+    with_others,
+)
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
@@ -69,8 +83,9 @@ def moved(case: Any, domain: Any) -> Any | None:
         for step in (domain.length_step, -domain.length_step):
             lengths = [*case.lengths]
             lengths[place - 1], lengths[place] = lengths[place - 1] - step, lengths[place] + step
-            if min(lengths) >= 0 and domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
-                return other
+            with contextlib.suppress(ValueError):
+                if domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
+                    return other
     return None
 
 
@@ -247,17 +262,21 @@ def _lacks(case: Any, variant: str | None) -> str | None:
     return "backward=yes" if variant == "gradients" and not case.backward else None
 
 
-def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
-    """Return the law for a book whose cases `cases(domain, **fixed)` draws."""
+def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any], bool] = lambda domain: domain.packed) -> Law:
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws. `packs` says whether a domain has packed cases."""
+
+    def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
+        drawn = cases(domain, packed=True, sequences=(CROWDED, CROWDED + 2), **more)
+        return examples_of(drawn.filter(lambda case: moved(case, domain) is not None), None, ("refill",))
 
     def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
         kinds = [_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)]
-        if domain.packed and domain.refills:
-            crowds = cases(domain, packed=True, sequences=(CROWDED, CROWDED + 2)).filter(
-                lambda case: moved(case, domain) is not None
-            )
-            kinds.append(examples_of(crowds, None, ("refill",)))
-        return either(kinds)
+        return either(kinds + [crowds(domain)] * (packs(domain) and domain.refills))
+
+    def always(domain: Any) -> list[Example]:
+        kinds = [crowds(domain, values="ordinary")] * (packs(domain) and domain.refills)
+        inference = cases(domain, values="ordinary", packed=packs(domain)).filter(lambda case: case.backward == domain.backward)
+        return firm_examples(domain, *kinds, examples_of(inference, None, ("inference",)))
 
     return Law(
         "history",
@@ -270,6 +289,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
         about=about,
         of_process=True,
         draw_gpu=functools.partial(draw, gpu=True),
+        always=always,
     )
 
 

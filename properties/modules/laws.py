@@ -174,10 +174,13 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
 
 
+def _packs(domain: ModuleDomain) -> bool:
+    return domain.packed and "packed" in words_of(domain.operation)
+
+
 def _strided(domain: ModuleDomain) -> st.SearchStrategy[Example]:
     """Return cases in every view, some with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    packed = domain.packed and "packed" in words_of(domain.operation)
-    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=packed)
+    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=_packs(domain))
     choices = {
         "far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6)),
         "far_tokens": module_cases(domain, longest=12, total=12, sequences=(1, 2)),
@@ -431,7 +434,7 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain)),
             common_laws.memory,
         ),
-        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY),
+        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY, packs=_packs),
         recompute_law(_calm, _calm_lacks, about=EVERY),
         _law(
             "strides",
@@ -443,6 +446,7 @@ MODULE_LAWS: dict[str, Law] = {
             variants=(*VIEWS, *FAR),
             lacks=common_laws.lacks_view,
             outside=common_laws.outside_views,
+            always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=_packs(domain)),
         ),
         _law(
             "pure",

@@ -10,6 +10,7 @@ from properties.laws.common import (
     batch,
     cut,
     cuts,
+    firm_views,
     future,
     has_words,
     inner,
@@ -189,10 +190,10 @@ def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return _small(domain, **{"longest": 34, "total": 60, "value_heads": 2, **narrow, **more})
 
 
-def _calm(domain: Domain) -> st.SearchStrategy[Case]:
+def _calm(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
-    state = "random" if domain.initial_state else "none"
-    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary", state=state)
+    calm = {"values": "ordinary", "gate": REMEMBERING, "beta": "ordinary", "state": "random" if domain.initial_state else "none"}
+    return _brief(domain, **{"longest": 20, "total": 24, "sequences": (1, 2), **calm, **more})
 
 
 def _calm_lacks(case: Case, _: str | None) -> str | None:
@@ -406,6 +407,7 @@ LAWS: dict[str, Law] = {
             variants=(*VIEWS, *FAR),
             lacks=lacks_view,
             outside=outside_views,
+            always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
         ),
         Law(
             "pure",
