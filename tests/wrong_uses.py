@@ -75,7 +75,7 @@ class NoLossOfOutputs(Recomputes):
         super().keep(ctx, tensors)
 
     def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
-        if len(cotangents) > 1 and cotangents[self.absent] is None:
+        if x.output_final_state and cotangents[self.absent] is None:
             return [torch.zeros_like(t) for t in tensors]
         return super().back(x, names, tensors, cotangents)
 
@@ -176,8 +176,8 @@ class KeepsMasks(Chunkwise):
     def run(self, x: Inputs) -> Any:
         kind = type(self)
         if kind.mask is None or kind.mask[0] is not x.q:
-            kind.mask = x.q, torch.ones(x.v.shape[-1])
-        return super().run(x.replaced(v=_Product.apply(x.v, kind.mask[1].to(x.v.dtype))))  # type: ignore[no-untyped-call]
+            kind.mask = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
+        return super().run(x.replaced(v=_Product.apply(x.v, kind.mask[1])))  # type: ignore[no-untyped-call]
 
 
 class KeepsCleanMasks(KeepsMasks):
@@ -186,7 +186,7 @@ class KeepsCleanMasks(KeepsMasks):
     def run(self, x: Inputs) -> Any:
         kind = type(self)
         with torch.inference_mode(False):
-            kind.mask = x.q, torch.ones(x.v.shape[-1])
+            kind.mask = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
         return super().run(x)
 
 

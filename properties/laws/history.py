@@ -275,7 +275,9 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
 
     def always(domain: Any) -> list[Example]:
         kinds = [crowds(domain, values="ordinary")] * (packs(domain) and domain.refills)
-        inference = cases(domain, values="ordinary", packed=packs(domain)).filter(lambda case: case.backward == domain.backward)
+        inference = cases(domain, values="ordinary", packed=packs(domain)).filter(
+            lambda case: case.backward == domain.backward and getattr(case, "state", "random") == "random"
+        )
         return firm_examples(domain, *kinds, examples_of(inference, None, ("inference",)))
 
     return Law(
