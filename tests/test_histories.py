@@ -170,7 +170,7 @@ class KeepsWhatIsAlive(Chunkwise):
     seen: ClassVar[dict[int, tuple[weakref.ref[Tensor], int, list[tuple[int, int]]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
-        if x.cu_seqlens is None:
+        if x.cu_seqlens is None or x.cu_seqlens.is_inference():  # which has no version
             return super().boundaries(x)
         tensor, version, spans = self.seen.get(id(x.cu_seqlens), (lambda: None, 0, []))
         if tensor() is not x.cu_seqlens or version != x.cu_seqlens._version:
@@ -185,7 +185,7 @@ class HoldsWhatItKeeps(Chunkwise):
     seen: ClassVar[dict[tuple[int, int], tuple[Tensor, list[tuple[int, int]]]]] = {}
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
-        if x.cu_seqlens is None:
+        if x.cu_seqlens is None or x.cu_seqlens.is_inference():  # which has no version
             return super().boundaries(x)
         key = (x.cu_seqlens.data_ptr(), x.cu_seqlens._version)
         return self.seen.setdefault(key, (x.cu_seqlens, super().boundaries(x)))[1]

@@ -42,6 +42,9 @@ SEEN_BY = {
 }
 
 
+SEEN_ELSEWHERE = {"cleared", "one_output"}  # in tests/test_uses.py
+
+
 def outcome_of(variant: str, adapter: str, words: str) -> Outcome:
     return execute(Run.parse(f"law=recompute variant={variant} adapter={adapter} {words}"))
 
@@ -51,7 +54,7 @@ def variants_of(spec: str) -> tuple[str, ...]:
 
 
 def test_every_variant_and_every_wrong_implementation_is_in_the_table() -> None:
-    assert {variant for variant, _ in SEEN_BY.values()} == set(VARIANTS)
+    assert {variant for variant, _ in SEEN_BY.values()} | SEEN_ELSEWHERE == set(VARIANTS)
     assert set(SEEN_BY) == {name for name, kind in vars(wrong_recompute).items() if hasattr(kind, "letter")}
 
 
@@ -60,7 +63,9 @@ def test_every_variant_and_every_wrong_implementation_is_in_the_table() -> None:
 def test_one_variant_alone_shows_it_and_its_right_form_passes_that_variant(name: str) -> None:
     shown, words = SEEN_BY[name]
     verdicts = {variant: outcome_of(variant, f"zoo/{name}", words).verdict for variant in variants_of(f"zoo/{name}")}
-    assert [variant for variant, verdict in verdicts.items() if verdict is Verdict.BROKEN] == [shown]
+    broken = [variant for variant, verdict in verdicts.items() if verdict is Verdict.BROKEN]
+    # Under `cleared` saved tensors are copies too, so it may show what `offloaded` shows.
+    assert [variant for variant in broken if (variant, shown) != ("cleared", "offloaded")] == [shown]
     assert set(verdicts.values()) == {Verdict.HOLDS, Verdict.BROKEN}
     right = right_of(getattr(wrong_recompute, name))
     assert right is not None
@@ -78,7 +83,7 @@ def test_a_check_plays_every_variant_once(spec: str) -> None:
     counts = collections.Counter(example.variant for example in examples_of(spec, "quick"))
     assert {*counts} == {*variants_of(spec)}
     assert max(counts.values()) <= 2
-    assert [PROFILES[name].examples_of("recompute") for name in ("least", "few", "quick", "ci")] == [2, 5, 8, 50]
+    assert [PROFILES[name].examples_of("recompute") for name in ("least", "few", "quick", "ci")] == [2, 5, 10, 50]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, words) in SEEN_BY.items() if words != LAYER])

@@ -17,7 +17,7 @@ from properties.palette import sample
 from properties.rules.case import Case
 from tests.needs import need_adapter
 from verify.adapters import contract, ggml, loader, onnx_operators, vllm_cpu
-from verify.adapters.foreign import Call, FileAdapter, Place
+from verify.adapters.foreign import AskedAdapter, Call, Place
 from verify.adapters.loader import load, make
 from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.execution import judging
@@ -88,7 +88,7 @@ def test_a_case_of_each_adapter_holds(spec: str) -> None:
 class Tiled(ggml.GatedDeltaNet):
     """Value heads as ggml has them."""
 
-    run = FileAdapter.run
+    run = AskedAdapter.run
 
 
 class Grows(onnx_operators.Gate):
@@ -181,13 +181,12 @@ def test_known_defects_of_runtimes_are_there() -> None:
 # What needs no package
 
 
-class Echo(FileAdapter):
+class Echo(AskedAdapter):
     """A convolution of nothing: it returns its inputs, and keeps what it was sent."""
 
     layout: ClassVar[Mapping[str, str]] = {"x": "D T", "y": "D T", "weight": "D 1 W"}
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", backward=False)
-    _named_by = "_ask"
 
     def _ask(self, call: Call, word: str, sent: Mapping[Place, Tensor], asked: Sequence[Place]) -> Iterable[Tensor]:
         self.sent = {place.name: place.theirs(x) for place, x in sent.items()}

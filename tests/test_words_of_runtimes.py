@@ -147,7 +147,7 @@ def test_mixed_parameters_have_two_dtypes() -> None:
 @for_each(
     ("words", "message"),
     [
-        ({"views": ()}, r"views must be True, False or a tuple of some of sliced, transposed, offset, expanded, strided, got \(\)"),
+        ({"views": ()}, r"a tuple of some of sliced, transposed, offset, expanded, strided, mixed, indices, got \(\)"),
         ({"views": ("fused",)}, "views must be True, False or a tuple of some of sliced"),
         ({"views": "sliced"}, "views must be True, False or a tuple of some of sliced"),
         ({"negative_eigenvalues": ("kernel",)}, r"negative_eigenvalues must be True, False or \('given',\), got \('kernel',\)"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from hypothesis import strategies as st
 
 from properties.calls.case import OFFSETS, VALUES, CallCase, arguments_of, operation_of, sizes_of
-from properties.words.domain import AnyDomain
+from properties.words.domain import AnyDomain, check_views
 from properties.words.lengths import BLOCKS, EDGES, lengths
 from properties.words.names import known_fields
 from properties.words.word import flag, some_of
@@ -49,7 +49,7 @@ class CallDomain(AnyDomain):
     """Whether no output of a token depends on later tokens."""
     isolated: bool = True
     """Whether this and the independence of sequences are exact to the bit; an FFT over tokens is not."""
-    views: bool = True
+    views: bool | tuple[str, ...] = True
     deterministic: bool = True
     position_independent: bool = False
     backward: Annotated[bool, flag("backward")] = True
@@ -58,6 +58,7 @@ class CallDomain(AnyDomain):
     streams: bool = True
 
     def __post_init__(self) -> None:
+        check_views(self)
         for name in ("inputs", "outputs", "sizes"):
             value: Any = getattr(self, name)
             pairs: Any = list(value.items()) if isinstance(value, Mapping) else value

@@ -5,6 +5,7 @@ that are disturbed by one rounding (verify/bench/call_bench.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from properties.calls.case import CallCase
 from properties.calls.domain import CallDomain, call_cases
 from properties.laws import common as common_laws
 from properties.laws.history import history_law
-from properties.laws.law import Bench, Cotangents, Law, Pair, axes_of, examples_of, present, spread, with_others
+from properties.laws.law import Bench, Cotangents, Law, Pair, axes_of, either, examples_of, present, spread, with_others
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 
@@ -27,6 +28,10 @@ def _finite(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     for name, got in bench.run(inputs, cotangents).items():
         yield Pair(name, "", got, got.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _strided(domain: CallDomain) -> st.SearchStrategy[Example]:
+    return either(common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packed))
 
 
 def _future(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -188,10 +193,12 @@ CALL_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "inputs and cotangents may have any strides",
-            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            _strided,
             common_laws.strides,
-            _promised(views=True),
+            common_laws.without_views,
             variants=VIEWS,
+            lacks=common_laws.lacks_view,
+            outside=common_laws.outside_views,
         ),
         Law(
             "pure",

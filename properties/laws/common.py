@@ -1,16 +1,18 @@
 """Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.operation import DTYPES, Inputs, Operation, sequences
 from oracles.tolerance.bound import Bound
-from properties.laws.far_views import FAR, far
+from properties.laws.far_views import FAR, far, lacks_far
 from properties.laws.law import (
     CALLS,
     CROWD,
@@ -22,6 +24,8 @@ from properties.laws.law import (
     axes_of,
     bounds_as,
     conventional,
+    examples_of,
+    firm_examples,
     in_two_parts,
     one_final_state,
     one_initial_state,
@@ -33,7 +37,7 @@ from properties.laws.law import (
     with_others,
 )
 from properties.laws.promises import to_the_bit
-from properties.words.domain import takes_view
+from properties.words.domain import INDICES, KINDS, MIXED, takes_view
 from properties.words.example import Example
 from properties.words.options import text_of_values, values_of
 from properties.words.word import text_of
@@ -464,14 +468,77 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     spec, how = example.case.spec, example.variant or ""
     tensors = {name: inputs[name] for name in present(spec, inputs)}
-    tensors |= cotangents or {}
-    views = far(bench.domain, spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    views = views_of(bench.domain, example, tensors | (cotangents or {}))
     turned = cotangents and {name: views.pop(name) for name in cotangents}
-    inputs = inputs.replaced(**views)
+    inputs = spaced(inputs, how).replaced(**views)
     if how == "expanded":  # the numbers of the one state that a packed call may have are then in the places of the others too
         inputs, turned = conventional(bench.domain, inputs, turned)
     bounds = bench.bounds(inputs, turned)
     yield from pairs_of(bench.run(inputs, turned), bounds, f"from {how.replace('_', ' ')} inputs")
+
+
+def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in the strides of the variant. `mixed` gives neighbours different kinds, and the seed decides which."""
+    how = example.variant or ""
+    if how in FAR:
+        return far(domain, example.case.spec, tensors, how)
+    kinds: tuple[str, ...] = ("aligned",) if how == INDICES else (how,)
+    if how == MIXED:
+        known = domain.views if isinstance(domain.views, tuple) else KINDS
+        kinds = tuple(kind for kind in known if kind not in ("expanded", MIXED, INDICES))
+        kinds = kinds if len(kinds) > 1 else (*kinds, "aligned")
+    return {name: view(x, kinds[(example.case.seed + place) % len(kinds)]) for place, (name, x) in enumerate(tensors.items())}
+
+
+def spaced(inputs: Inputs, how: str) -> Inputs:
+    """Return the call with every second element of wider index tensors, if the variant is `indices`.
+
+    The elements between repeat those before them. What takes such a tensor for contiguous then gets wrong indices that are legal.
+    """
+    if how != INDICES:
+        return inputs
+    wide = {name: x.repeat_interleave(2, -1) for name, x in inputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    return inputs.replaced(**{name: x[..., ::2] for name, x in wide.items()})
+
+
+def near_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[st.SearchStrategy[Example]]:
+    """Return strategies for the views of a domain that are not far: three for the kinds of one tensor, and one for each other view.
+
+    `packed` says whether there are packed cases, which alone have offsets.
+    """
+    kinds = tuple(how for how in KINDS if takes_view(domain, how))
+    choices = [examples_of(cases(), None, kinds)] * 3 if kinds else []
+    choices += [examples_of(cases(), None, (MIXED,))] if takes_view(domain, MIXED) else []
+    return choices + ([examples_of(cases(packed=True), None, (INDICES,))] if packed and takes_view(domain, INDICES) else [])
+
+
+def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[Example]:
+    """Return an example of each view of several tensors, whose values are ordinary, for every seed. `packed` as for near_views."""
+    near = near_views(domain, functools.partial(cases, values="ordinary"), packed=packed) if domain.views else []
+    return firm_examples(domain, *near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :])
+
+
+def without_views(domain: Any) -> str | None:
+    """Return why the law `strides` does not apply to a domain, or None."""
+    return None if domain.views else "views is not supported"
+
+
+def takes_far(domain: Any, how: str) -> bool:
+    """Whether inputs may be far along an axis: heads, which are the last axis of g and beta, need strides of any kind."""
+    return takes_view(domain, "strided" if how == "far_heads" else "sliced")
+
+
+def outside_views(domain: Any, example: Example) -> str | None:
+    """Return why a domain does not take the views of an example, or None."""
+    how = example.variant or ""
+    if (takes_far if how in FAR else takes_view)(domain, how):
+        return None
+    return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'any'}"
+
+
+def lacks_view(case: Any, variant: str | None) -> str | None:
+    """Return what a case lacks to have the views of a variant, or None."""
+    return lacks_far(case, variant) if variant != INDICES else has_words(packed="yes")(case, variant)
 
 
 def view(x: Tensor, how: str) -> Tensor:

@@ -4,6 +4,7 @@ A history is a short sequence of calls in one process. Every call of it is judge
 is one kind of history, so a line repeats it in any process.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,25 @@ from hypothesis import strategies as st
 from oracles.arithmetic.counter import mix_words
 from oracles.operation import NAMES, Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.law import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, pairs_of, present, with_others
+from properties.laws.law import (
+    Bench,
+    Blind,
+    Cotangents,
+    Law,
+    Pair,
+    Results,
+    either,
+    examples_of,
+    firm_examples,
+    pairs_of,
+    present,
+    with_others,
+)
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-HISTORIES = ("others", "refill", "freed", "gradients", "refused", "failed", *AT_ONCE)
+HISTORIES = ("others", "refill", "freed", "gradients", "inference", "refused", "failed", *AT_ONCE)
+CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -29,9 +44,11 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
     - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
       must not change what the first returned.
-    - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again.
+    - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
+      packed sequences, one late offset alone is other.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
+    - `inference`: a call under `inference_mode` gives what it gives under `no_grad`, and a later call may compute gradients.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
     - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
@@ -44,6 +61,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         "refill": _refill,
         "freed": _freed,
         "gradients": _gradients,
+        "inference": _inference,
         "refused": _refused,
         "failed": _failed,
         "threads": _at_once,
@@ -57,6 +75,18 @@ def rotated(case: Any, domain: Any = None) -> Any:
     other = with_others(case, domain)
     lengths = (*case.lengths[1:], case.lengths[0])
     return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
+
+
+def moved(case: Any, domain: Any) -> Any | None:
+    """Return the case with one late offset elsewhere and as many sequences and tokens; None if it has no such offset."""
+    for place in range(len(case.lengths) - 1, CROWDED - 2, -1) if case.packed else ():
+        for step in (domain.length_step, -domain.length_step):
+            lengths = [*case.lengths]
+            lengths[place - 1], lengths[place] = lengths[place - 1] - step, lengths[place] + step
+            with contextlib.suppress(ValueError):
+                if domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
+                    return other
+    return None
 
 
 def order_of(example: Example) -> int:
@@ -118,9 +148,10 @@ def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents]
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     """Offsets are filled again only if the domain has refills=True; all other tensors are in any case, as parameters are."""
     case = example.case
-    (inputs, cotangents), (first, _) = _two(
-        bench, case, rotated(case, bench.domain) if bench.domain.refills else with_others(case, bench.domain)
-    )
+    other = with_others(case, bench.domain)
+    if bench.domain.refills:
+        other = moved(other, bench.domain) or rotated(case, bench.domain)
+    (inputs, cotangents), (first, _) = _two(bench, case, other)
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
 
@@ -146,6 +177,22 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from pairs_of(rounds[1], bounds, "of a call with gradients, after one under no_grad")
     for number in (2, 3):
         yield from _repeated(bench, rounds[number], rounds[number - 2], bounds)
+
+
+def _inference(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Tensors made under `inference_mode` are copies here, and what is kept of them can never take part in a graph."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    leaves = inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
+    bounds = bench.bounds(inputs, cotangents)
+    with torch.no_grad():
+        once = bench.run(inputs, None)
+    with torch.inference_mode():
+        copies, same = bench.run(inputs, None), bench.run(leaves, None, same_objects=True)
+    yield from pairs_of(once, bounds, "of a call under no_grad")
+    yield from pairs_of(copies, once if bench.domain.deterministic else bounds, "under inference_mode, as under no_grad")
+    yield from pairs_of(same, bounds, "under inference_mode, of tensors that require gradients")
+    yield from pairs_of(bench.run(leaves, cotangents, same_objects=True), bounds, "of a call after one under inference_mode")
 
 
 def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -215,11 +262,23 @@ def _lacks(case: Any, variant: str | None) -> str | None:
     return "backward=yes" if variant == "gradients" and not case.backward else None
 
 
-def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
-    """Return the law for a book whose cases `cases(domain, **fixed)` draws."""
+def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any], bool] = lambda domain: domain.packed) -> Law:
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws. `packs` says whether a domain has packed cases."""
+
+    def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
+        drawn = cases(domain, packed=True, sequences=(CROWDED, CROWDED + 2), **more)
+        return examples_of(drawn.filter(lambda case: moved(case, domain) is not None), None, ("refill",))
 
     def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
-        return either([_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)])
+        kinds = [_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)]
+        return either(kinds + [crowds(domain)] * (packs(domain) and domain.refills))
+
+    def always(domain: Any) -> list[Example]:
+        kinds = [crowds(domain, values="ordinary")] * (packs(domain) and domain.refills)
+        inference = cases(domain, values="ordinary", packed=packs(domain)).filter(
+            lambda case: case.backward == domain.backward and getattr(case, "state", "random") == "random"
+        )
+        return firm_examples(domain, *kinds, examples_of(inference, None, ("inference",)))
 
     return Law(
         "history",
@@ -232,6 +291,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
         about=about,
         of_process=True,
         draw_gpu=functools.partial(draw, gpu=True),
+        always=always,
     )
 
 

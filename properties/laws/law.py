@@ -4,6 +4,7 @@ A law runs the implementation through a Bench and yields what to compare, as a `
 could not have shown the defect that the law is about.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,15 +12,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 from torch import Tensor
 
 from oracles.arithmetic.counter import mix_words
 from oracles.operation import Inputs, Operation
 from oracles.rule.segments import Restarts
 from oracles.tolerance.bound import Bound
+from properties.seeds import draw as draw_from
 from properties.words.domain import AnyDomain
 from properties.words.example import Example
 from properties.words.options import all_values
+from properties.words.sizes import at_limits
 
 Results = dict[str, Tensor]
 Cotangents = dict[str, Tensor] | None
@@ -212,6 +216,17 @@ def _example(
         near = [p for p in (64, 63, 65, 16, 32, 1) if p in places]
         at = chance.choice(near if near and chance.random() < 1 / 2 else places)
     return Example(case, at, chance.choice(variants) if variants else None)
+
+
+def firm_examples(domain: Any, *strategies: st.SearchStrategy[Example]) -> list[Example]:
+    """Return an example of each strategy, the same for every seed, for a law that always has them; none if none has limits."""
+    found: list[Example] = []
+    for strategy in strategies if at_limits(domain) else ():
+        drawn: list[Example] = []
+        with contextlib.suppress(Unsatisfiable):
+            draw_from(strategy, 0, 2, drawn.append)  # Hypothesis begins with its simplest example
+        found += drawn[-1:]
+    return found
 
 
 def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:

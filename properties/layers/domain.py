@@ -13,7 +13,7 @@ from properties.modules.case import MAX_CONV_WIDTH
 from properties.paths.case import GATES, MOST_WIDTH
 from properties.rules.case import check_gradients, overflows
 from properties.rules.drawing import HEADS
-from properties.words.domain import OFFSETS, AnyDomain, check_whole
+from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
@@ -63,8 +63,8 @@ class LayerDomain(AnyDomain):
     """Whether a mask can exclude padding at the start of a batch's rows."""
     padded_states: bool = False
     """Whether a call with such a mask may have initial states, which go on with the first token that is no padding."""
-    views: bool = True
-    """Whether hidden states may be non-contiguous."""
+    views: bool | tuple[str, ...] = True
+    """Whether hidden states and offsets may be non-contiguous, or the kinds of strides that they may have (VIEWS)."""
     deterministic: bool = True
     backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
@@ -88,6 +88,7 @@ class LayerDomain(AnyDomain):
 
     def __post_init__(self) -> None:
         self.check_fields()
+        check_views(self)
         if self.operation == "kda_layer" and self.gatings != ("silu",):
             raise ValueError(f"gatings must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gatings!r}")
         if self.operation != "kda_layer" and self.lower_bounds != ("none",):

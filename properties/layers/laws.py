@@ -12,8 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.laws import common as common_laws
-from properties.laws.common import view
-from properties.laws.far_views import FAR, far, far_examples, lacks_far
+from properties.laws.far_views import FAR, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import (
     Bench,
@@ -87,13 +86,21 @@ def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor]
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     how, tensors = example.variant or "", {"hidden": inputs.hidden, **({} if cotangents is None else {"y": cotangents["y"]})}
-    views = (
-        far(bench.domain, example.case.spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
-    )
-    inputs = inputs.replaced(hidden=views.pop("hidden"))
+    views = common_laws.views_of(bench.domain, example, tensors)
+    inputs = common_laws.spaced(inputs, how).replaced(hidden=views.pop("hidden"))
     turned = None if cotangents is None else {**cotangents, **views}
     bounds = bench.bounds(inputs, turned)
     yield from pairs_of(bench.run(inputs, turned), bounds, f"from {how.replace('_', ' ')} hidden states")
+
+
+def _strided(domain: LayerDomain) -> st.SearchStrategy[Example]:
+    near = common_laws.near_views(
+        domain, functools.partial(layer_cases, domain, sequences=(1, 2), longest=40), packed=domain.packed
+    )
+    if not common_laws.takes_far(domain, "far_tokens"):
+        return either(near)
+    far_ones = far_examples(domain, {"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})
+    return either(near + [far_ones] * (1 + (len(near) > 3)))
 
 
 def _promises(name: str) -> Callable[[LayerDomain], str | None]:
@@ -223,14 +230,12 @@ LAYER_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "hidden states and their cotangents may have any strides",
-            lambda domain: either(
-                [examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS)] * 3
-                + [far_examples(domain, {"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})]
-            ),
+            _strided,
             _strides,
-            _promises("views"),
+            common_laws.without_views,
             variants=(*VIEWS, *FAR),
-            lacks=lacks_far,
+            lacks=common_laws.lacks_view,
+            outside=common_laws.outside_views,
         ),
         Law(
             "pure",

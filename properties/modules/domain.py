@@ -22,6 +22,7 @@ from properties.words.domain import (
     OFFSETS,
     AnyDomain,
     check_spans,
+    check_views,
     check_whole,
     check_widths,
     inside,
@@ -81,7 +82,7 @@ class ModuleDomain(AnyDomain):
     """How many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads."""
     attention_mask: bool = False
     """Whether a mask can exclude padding at the start of a batch's rows."""
-    views: bool = True
+    views: bool | tuple[str, ...] = True
     deterministic: bool = True
     position_independent: bool = False
     """Whether a token, head, channel or sequence gets the same bits wherever it stands."""
@@ -115,6 +116,7 @@ class ModuleDomain(AnyDomain):
 
     def __post_init__(self) -> None:
         self.check_fields()
+        check_views(self)
         if self.largest_values not in LARGEST:
             raise ValueError(f"largest_values must be one of {', '.join(LARGEST)}, got {self.largest_values!r}")
         if "returned" in self.residuals and self.operation != "gated_rms_norm":

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws import common as common_laws
-from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
+from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Law, Pair, either, examples_of
 from properties.laws.recompute import recompute_law
@@ -174,18 +174,23 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
 
 
+def _packs(domain: ModuleDomain) -> bool:
+    return domain.packed and "packed" in words_of(domain.operation)
+
+
 def _strided(domain: ModuleDomain) -> st.SearchStrategy[Example]:
-    """Return cases in every view, one in four with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    near = examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)
-    if not can_be_far(domain):
-        return near
+    """Return cases in every view, some with tokens, heads or sequences far apart if the domain allows enough tokens."""
+    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=_packs(domain))
     choices = {
         "far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6)),
         "far_tokens": module_cases(domain, longest=12, total=12, sequences=(1, 2)),
     }
     if "heads" in words_of(domain.operation):
         choices["far_heads"] = module_cases(domain, longest=3, total=40, sequences=(1, 2), heads=(5, 8))
-    return either([near] * 3 + [far_examples(domain, choices)])
+    choices = {how: cases for how, cases in choices.items() if common_laws.takes_far(domain, how)}
+    if not can_be_far(domain) or not choices:
+        return either(near)
+    return either(near + [far_examples(domain, choices)] * (1 + (len(near) > 3)))
 
 
 def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
@@ -429,7 +434,7 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain)),
             common_laws.memory,
         ),
-        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY),
+        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY, packs=_packs),
         recompute_law(_calm, _calm_lacks, about=EVERY),
         _law(
             "strides",
@@ -437,9 +442,11 @@ MODULE_LAWS: dict[str, Law] = {
             "inputs and cotangents may have any strides",
             _strided,
             common_laws.strides,
-            needs=common_laws.require(views=True),
+            needs=common_laws.without_views,
             variants=(*VIEWS, *FAR),
-            lacks=lacks_far,
+            lacks=common_laws.lacks_view,
+            outside=common_laws.outside_views,
+            always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=_packs(domain)),
         ),
         _law(
             "pure",

@@ -157,12 +157,15 @@ MANY_DRAFTS, MANY_HEADS = 65, 129  # requests of two tokens, and heads, just ove
 def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
     """Draw the tokens of each request, and whether requests are packed.
 
-    A kind is "steps" (one token each), "drafts" (a few tokens) or "prompts" (a few tokens each, with one longer prompt among them).
+    A kind is "steps" (one token each), "drafts" (a few tokens), "prompts" (a few tokens each, with one longer prompt among them) or
+    "crowd" (ten packed requests or more of one to three tokens, if the domain has any).
     """
     rule, most = domain.rule, min(most, domain.most_tokens)
     count = chance.choice((1, 2, 2, 3, 4, 5, 8, 9, chance.randint(6, 13)))
     packed = rule.packed and (not rule.batched or chance.random() < 1 / 2)
     kind = chance.choice(kinds)
+    if kind == "crowd" and rule.packed and most > 1:
+        return tuple(chance.randint(1, min(most, 3)) for _ in range(chance.randint(10, 12))), True
     if kind == "steps" or most == 1:
         drawn = [1] * count
     elif kind == "drafts" or not packed:

@@ -23,6 +23,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
+    - `inference`: the same call under `inference_mode`, as under `no_grad`.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
     - `failed`: calls on copies of the pool in which an operation fails as if memory had run out. Such a call leaves each slot as it
       was or as the call would store it.
@@ -40,6 +41,15 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         return
     if example.variant == "failed":
         yield from _failed(bench, example, inputs, bounds, meant)
+        return
+    if example.variant == "inference":
+        with torch.no_grad():
+            once = bench.run(inputs, None)
+        with torch.inference_mode():
+            got = bench.run(inputs, None)
+        what = "under inference_mode, as under no_grad"
+        yield from judged(once, bounds, meant, "under no_grad")
+        yield from equal(got, once, meant, what) if bench.domain.rule.deterministic else judged(got, bounds, meant, what)
         return
     once = bench.run(inputs, None)
     if example.variant == "refused":
@@ -104,7 +114,7 @@ def earlier_call(bench: Bench, case: PoolCase) -> PoolCase:
 
 def histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
     """Return examples of every history that can happen to calls of a domain. Two streams need a GPU."""
-    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",), ("failed",)]
+    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("inference",), ("refused",), ("failed",)]
     kinds += [("threads",)] if domain.rule.threads else []
     kinds += [("streams",)] if gpu and domain.rule.streams else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.common import bytes_of, view
+from properties.laws.common import bytes_of, spaced, view, views_of
 from properties.laws.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
-from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
+from properties.laws.history import moved
+from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, firm_examples, present, spread, visible
 from properties.pools.case import PoolCase
 from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
 from properties.pools.histories import earlier_call, histories, history
@@ -31,6 +32,7 @@ from properties.pools.rows import (
     slots_of,
 )
 from properties.rules.drawing import REMEMBERING, values_of
+from properties.words.domain import INDICES, MIXED
 from properties.words.example import Example
 
 POISON = ("nan", "random")
@@ -213,10 +215,11 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     """A call whose tensors hold the numbers of another call at first, as those of a CUDA graph do.
 
-    The other call has other lengths if the requests are packed, and other slots and padding. What it put into the rows of padding
-    stays there.
+    The other call has other lengths if the requests are packed, of many requests only two of the last ones, and other slots and
+    padding. What it put into the rows of padding stays there.
     """
-    case, before = example.case, earlier_call(bench, example.case)
+    case = example.case
+    before = moved(other_of(bench, case), bench.domain) or earlier_call(bench, case)
     inputs, first, meant = case.inputs(), before.inputs(), meaningful(case)
     padding = ~rows_of(case, torch.tensor(case.real))
     stale = {
@@ -278,9 +281,8 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     others = memory[:, ::2] if domain.apart else memory[::2]
     between = bits(others).clone()
     names = present(case.spec, inputs, "B", "T")
-    there = inputs.replaced(
-        pool=shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
-    )
+    views = views_of(domain, example, {name: inputs[name] for name in names})
+    there = spaced(inputs, example.variant or "").replaced(pool=shaped(slots, inputs.pool, domain), **views)
     bounds = bench.bounds(there, None)
     yield from judged(bench.run(there, None), bounds, meant, f"from {example.variant} inputs")
     yield Pair("memory", "between slots", bits(others), between)
@@ -317,11 +319,21 @@ def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
     if can_be_far(domain) and "strided" in domain.views:
         groups = ((5, 5), (8, 8), (5, 10)) if rule.grouped_heads else ((5, 5), (8, 8))
         far_ones["far_heads"] = pool_cases(domain, most=3, groups=groups)
-    choices = [examples_of(pool_cases(domain, most=8), None, domain.views)] * 3
+    kinds = tuple(how for how in domain.views if how not in (MIXED, INDICES))
+    choices = [examples_of(pool_cases(domain, most=8), None, kinds)] * 3 if kinds else []
+    choices += [examples_of(pool_cases(domain, most=8), None, (how,)) for how in (MIXED, INDICES) if how in domain.views]
     # By themselves, because a pool of 2^31 numbers is usual: a short check should not miss them.
     choices += [far_examples(domain, {"far_slots": pool_cases(domain, most=3, spare=(5, 7))})] if domain.apart else []
     choices += [far_examples(domain, far_ones)] if far_ones else []
     return either(choices)
+
+
+def _firm_views(domain: PoolDomain) -> list[Example]:
+    """Return an example of each view of several tensors: drafts of several requests, some of which are accepted in part."""
+    accepted = "some" if domain.accepts and domain.most_tokens > 1 else "all"
+    drafts = _remember(domain, most=8, kinds=("drafts",), values="ordinary", padded="none", fresh="none", state="random")
+    drafts = drafts.filter(lambda case: case.accepted == accepted and 1 < len(case.lengths) <= len({*case.accepted_counts}) + 1)
+    return firm_examples(domain, *(examples_of(drafts, None, (how,)) for how in (MIXED, INDICES) if how in domain.views))
 
 
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -457,7 +469,7 @@ POOL_LAWS: dict[str, Law] = {
             "if deterministic=True",
             histories,
             history,
-            variants=("shapes", "freed", "refused", "failed", "threads", "streams"),
+            variants=("shapes", "freed", "inference", "refused", "failed", "threads", "streams"),
             plain=True,
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),
@@ -466,9 +478,12 @@ POOL_LAWS: dict[str, Law] = {
             "refill",
             "truth",
             "a call whose tensors held the numbers of another call before gives its own results, also replayed from a CUDA graph",
-            lambda domain: examples_of(pool_cases(domain, kinds=("steps", "drafts", "prompts"))),
+            lambda domain: examples_of(pool_cases(domain, kinds=("steps", "drafts", "prompts", "crowd"))),
             _refill,
             _promises("refills"),
+            always=lambda domain: firm_examples(
+                domain, examples_of(_remember(domain, kinds=("crowd",), values="ordinary", padded="none"))
+            ),
         ),
         Law(
             "memory",
@@ -495,6 +510,7 @@ POOL_LAWS: dict[str, Law] = {
             lambda domain: None if domain.rule.views else "strided views are not supported",
             variants=(*POOL_VIEWS, *FAR, "far_slots"),
             lacks=lacks_far,
+            always=_firm_views,
         ),
         Law(
             "pure",

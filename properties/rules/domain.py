@@ -18,10 +18,10 @@ from properties.words.domain import (
     LARGEST,
     LEAST_LONGEST,
     OFFSETS,
-    VIEWS,
     AnyDomain,
     check_spans,
     check_tuples,
+    check_views,
     check_widths,
     inside,
 )
@@ -204,8 +204,7 @@ class Domain(AnyDomain):
 
     def _check_choices_of_flags(self) -> None:
         """Raise ValueError for a field that is neither True nor False, nor a tuple that says more."""
-        if not isinstance(self.views, bool) and not (isinstance(self.views, tuple) and self.views and {*self.views} <= {*VIEWS}):
-            raise ValueError(f"views must be True, False or a tuple of some of {', '.join(VIEWS)}, got {self.views!r}")
+        check_views(self)
         if not isinstance(self.negative_eigenvalues, bool) and self.negative_eigenvalues != ("given",):
             raise ValueError(f"negative_eigenvalues must be True, False or ('given',), got {self.negative_eigenvalues!r}")
         if self.negative_eigenvalues == ("given",) and not {*self.in_kernel} & {"none", "gate"}:

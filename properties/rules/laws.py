@@ -10,13 +10,17 @@ from properties.laws.common import (
     batch,
     cut,
     cuts,
+    firm_views,
     future,
     has_words,
     inner,
+    lacks_view,
     memory,
+    near_views,
     one_batch_row,
     oracle,
     outside_of_cut,
+    outside_views,
     packed,
     plain,
     pure,
@@ -26,9 +30,11 @@ from properties.laws.common import (
     several,
     steps,
     strides,
+    takes_far,
     two_tokens,
+    without_views,
 )
-from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
+from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import (
     Law,
@@ -42,7 +48,7 @@ from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, limits, values_of
-from properties.words.domain import VIEWS, takes_view
+from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
 
@@ -162,11 +168,11 @@ def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
 
 
 def _strided(domain: Domain) -> st.SearchStrategy[Example]:
-    """Return cases in every view, one in four with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    near = examples_of(_small(domain, sequences=(1, 2)), None, tuple(how for how in VIEWS if takes_view(domain, how)))
-    far_views = [how for how in FAR if _takes_far(domain, how)]
+    """Return cases in every view, some with tokens, heads or sequences far apart if the domain allows enough tokens."""
+    near = near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packed)
+    far_views = [how for how in FAR if takes_far(domain, how)]
     if not can_be_far(domain) or not far_views:
-        return near
+        return either(near)
     groups = ((5, 5), (8, 8), (5, 10)) if domain.grouped_heads else ((5, 5), (8, 8))
     drawn = {
         "far_tokens": cases(domain, longest=12, total=12, value_heads=2, sequences=(1, 2)),
@@ -174,25 +180,7 @@ def _strided(domain: Domain) -> st.SearchStrategy[Example]:
         "far_sequences": cases(domain, longest=3, total=18, value_heads=2, sequences=(5, 6)),
     }
     far_ones = far_examples(domain, {how: drawn[how] for how in far_views})
-    return either([near] * 3 + [far_ones])
-
-
-def _takes_far(domain: Domain, how: str) -> bool:
-    """Whether inputs may be far along an axis: heads, which are the last axis of g and beta, need strides of any kind."""
-    return takes_view(domain, "strided" if how == "far_heads" else "sliced")
-
-
-def _views(domain: Domain) -> str | None:
-    """Return why the law `strides` does not apply to a domain, or None."""
-    return None if domain.views else "views is not supported"
-
-
-def _outside_views(domain: Domain, example: Example) -> str | None:
-    """Return why a domain does not take the views of an example, or None."""
-    how = example.variant or ""
-    if (_takes_far if how in FAR else takes_view)(domain, how):
-        return None
-    return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'any'}"
+    return either(near + [far_ones] * (1 + (len(near) > 3)))
 
 
 def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
@@ -202,10 +190,10 @@ def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return _small(domain, **{"longest": 34, "total": 60, "value_heads": 2, **narrow, **more})
 
 
-def _calm(domain: Domain) -> st.SearchStrategy[Case]:
+def _calm(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
-    state = "random" if domain.initial_state else "none"
-    return _brief(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", gate=REMEMBERING, beta="ordinary", state=state)
+    calm = {"values": "ordinary", "gate": REMEMBERING, "beta": "ordinary", "state": "random" if domain.initial_state else "none"}
+    return _brief(domain, **{"longest": 20, "total": 24, "sequences": (1, 2), **calm, **more})
 
 
 def _calm_lacks(case: Case, _: str | None) -> str | None:
@@ -415,10 +403,11 @@ LAWS: dict[str, Law] = {
             "inputs and cotangents may have any strides",
             _strided,
             strides,
-            _views,
+            without_views,
             variants=(*VIEWS, *FAR),
-            lacks=lacks_far,
-            outside=_outside_views,
+            lacks=lacks_view,
+            outside=outside_views,
+            always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
         ),
         Law(
             "pure",

@@ -8,7 +8,9 @@ from properties.words.line import MAX_TOKENS, MAX_WIDTH, Line
 from properties.words.options import Options, check_options, outside_options
 from properties.words.word import Promise, promises_of
 
-VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
+MIXED, INDICES = "mixed", "indices"
+KINDS = ("sliced", "transposed", "offset", "expanded", "strided")  # of the strides of one tensor
+VIEWS = (*KINDS, MIXED, INDICES)  # also another kind for each tensor, and index tensors that are not contiguous
 LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the smallest first; no other regime has larger ones
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
@@ -127,6 +129,13 @@ class AnyDomain(_Usual):
 def frozen(value: Any) -> Any:
     """Return plain data with tuples in place of lists."""
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def check_views(domain: Any) -> None:
+    """Raise ValueError if `views` is neither True nor False, nor a tuple of kinds of strides."""
+    views = domain.views
+    if not isinstance(views, bool) and not (isinstance(views, tuple) and views and {*views} <= {*VIEWS}):
+        raise ValueError(f"views must be True, False or a tuple of some of {', '.join(VIEWS)}, got {views!r}")
 
 
 def takes_view(domain: Any, how: str) -> bool:

@@ -233,7 +233,9 @@ class Call:
                 continue
             if name not in ports or not {*ports[name].axes.split()} <= self.sizes.keys():
                 raise ValueError(f"absent must name tensors of {self.operation.name} whose sizes the call has, got {name}")
-            dtype = {**DTYPES, "input": first.dtype}.get(ports[name].dtype, torch.float32)
+            kinds = {"state": "state_dtypes"}.get(name) or {"gate": "gate_dtypes"}.get(ports[name].dtype, "")
+            kind = getattr(self._domain, kinds, (ports[name].dtype,))[0]  # the domain says what the contract leaves open
+            dtype = {**DTYPES, "input": first.dtype}.get(kind, torch.float32)
             shape = [self.sizes[axis] for axis in ports[name].axes.split()]
             found[name] = torch.full(shape, number, dtype=dtype, device=device)
         return found

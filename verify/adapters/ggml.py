@@ -20,7 +20,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
-from verify.adapters.foreign import Call, FileAdapter, Place
+from verify.adapters.foreign import AskedAdapter, Call, Place
 
 PACKAGE = "libggml-python"
 F32 = 0  # of enum ggml_type
@@ -84,11 +84,10 @@ def _graph(tensors: Iterable[Tensor]) -> Iterator[Graph]:
         _function("ggml_free")(context)
 
 
-class Operator(FileAdapter):
+class Operator(AskedAdapter):
     """An operator of ggml, or several."""
 
     requires: ClassVar[dict[str, str]] = {PACKAGE: "0.20.2"}
-    _named_by = "node"
 
     @abc.abstractmethod
     def node(self, graph: Graph, tensors: Mapping[str, Pointer], x: Inputs) -> Pointer:

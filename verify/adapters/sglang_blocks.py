@@ -11,7 +11,7 @@ from oracles.operation import Inputs
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
 from verify.adapters.blocks import in_blocks
-from verify.adapters.serving_kernels import GIVEN, SGLang, call
+from verify.adapters.serving_kernels import DENSE_OFFSETS, GIVEN, SGLang, call
 from verify.adapters.sglang_pools import OPS, RECURRENT
 
 KDA = f"{OPS}.fla.kda"
@@ -39,7 +39,11 @@ class RecurrentKdaBlocks(RecurrentBlocks):
     """`fused_recurrent_kda`: the same kernel with KDA's gate, of which it reads one for each key head."""
 
     source = KDA
-    domain = dataclasses.replace(RecurrentBlocks.domain, rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False))
+    domain = dataclasses.replace(
+        RecurrentBlocks.domain,
+        rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False),
+        views=(*DENSE_OFFSETS, "fused"),
+    )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self._called("fused_recurrent_kda", x, inplace_final_state=False)

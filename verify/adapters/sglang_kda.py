@@ -19,7 +19,7 @@ from verify.adapters import serving_kernels
 from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
 from verify.adapters.serving import takes
-from verify.adapters.serving_kernels import PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
+from verify.adapters.serving_kernels import DENSE_OFFSETS, PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
 from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify
 
 KDA = f"{OPS}.fla.kda"
@@ -53,7 +53,12 @@ class ChunkKda(SGLang, Chunks):
     source = KDA
     omits = left_out(IN_SGLANG, "A_log", "dt_bias", "lower_bound", "beta_is_raw", *BETWEEN)
     domain = dataclasses.replace(
-        POOL, rule=dataclasses.replace(RULE, batched=False), empty_first=False, refills=False, options=FUSED
+        POOL,
+        rule=dataclasses.replace(RULE, batched=False),
+        empty_first=False,
+        refills=False,
+        options=FUSED,
+        views=(*DENSE_OFFSETS, "fused"),
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -80,6 +85,7 @@ class ChunkKdaGated(SGLang, Chunks):
         refills=False,
         batch_heads=MOST_ALONG_Y,
         options=FUSED,
+        views=DENSE_OFFSETS,
     )
 
     def __init__(self) -> None:

@@ -2,8 +2,9 @@
 
 The kernels multiply an input and a weight in the inputs' dtype and add the products in float32, so half precision rounds each
 product (`rounds_products`). For prompts they compute W = 2, 3 and 4, and for W = 5 return other numbers without an error; one token
-at a time they compute W up to 6. They read the strides of every tensor but the bias, whose channels must lie side by side. Slot
-0 is the null block: a request that has it is padding. In the pool, the channels of a column lie side by side.
+at a time they compute W up to 6. They read the strides of every tensor but the bias, whose channels must lie side by side, and the
+offsets, which must be contiguous. Slot 0 is the null block: a request that has it is padding. In the pool, the channels of a column
+lie side by side.
 """
 
 import torch
@@ -13,7 +14,7 @@ from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
 from verify.adapters.conv_pools import ConvPool, ServingConv, bias, offsets
 from verify.adapters.left_out import IN_VLLM, left_out
-from verify.adapters.serving_kernels import VLLM
+from verify.adapters.serving_kernels import DENSE_OFFSETS, VLLM
 
 
 class VllmConv(VLLM, ServingConv):
@@ -30,7 +31,7 @@ class Conv(VllmConv):
     """
 
     omits = left_out(IN_VLLM, "pad_slot_id", "null_block_id", "metadata", "validate_data")
-    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False, views=DENSE_OFFSETS)
     counterpart = "vllm/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,9 @@ class ConvVerify(VllmConv):
     """
 
     omits = left_out(IN_VLLM, "null_block_id", "validate_data", "out")
-    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False)
+    domain = ModuleDomain(
+        "causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False, views=DENSE_OFFSETS
+    )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(sequences(x, "x"), device=x.x.device)

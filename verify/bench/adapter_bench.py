@@ -471,14 +471,18 @@ class AdapterBench(Watched):
             if depends and output.numel() and not output.requires_grad:
                 what = "carries no gradient, although the domain declares backward=True"
                 raise AdapterFault(name, FailureKind.NO_GRADIENT, what, detail="output")
-        targets = [name for name in outputs if outputs[name].requires_grad]
+        differentiable = [name for name in outputs if outputs[name].requires_grad]
+        targets = [name for name in differentiable if name in cotangents]
         if targets:
             given = [cotangents[name].to(outputs[name].dtype) for name in targets]
             gradients = self.way.gradients([outputs[name] for name in targets], leaves, given)
+            if not gradients:
+                return results
         else:
             gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            if gradient is None and leaf.numel() and tokens:  # without tokens, an absent gradient stands for zeros
+            # Without tokens, or with a loss of some outputs alone, an absent gradient stands for zeros.
+            if gradient is None and leaf.numel() and tokens and targets == differentiable:
                 raise AdapterFault(
                     gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input"
                 )

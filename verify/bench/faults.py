@@ -1,6 +1,7 @@
 """Faults: what an exception of an implementation says about it, and what says nothing about it."""
 
 import os
+import re
 import sys
 import traceback
 import types
@@ -74,6 +75,7 @@ def _lacks_a_name(error: Exception) -> bool:
     return isinstance(error, ImportError) and bool(dot) and package in sys.modules
 
 
+CAUSE = re.compile(r"^[\w.]*(Error|Exception)\b|\b(fatal )?error: ")  # a line that says the cause
 _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
 
 
@@ -95,8 +97,16 @@ def _lacks_an_interface(error: Exception) -> bool:
 
 
 def short(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters."""
-    return (str(error).strip() or "no message").splitlines()[0][:160]
+    """The first line of an error's message, at most 160 characters, and the line that says the cause if another one does.
+
+    That is the last line which begins with the name of an exception or has the word "error:", as compilers write it. Where there
+    is none and the first line ends with a colon, it is the second one.
+    """
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    causes = [line for line in others if CAUSE.search(line)] or others[: first.endswith(":")]
+    if CAUSE.search(first) or not causes:
+        return first[:160]
+    return f"{first[: max(40, 155 - len(causes[-1]))]} ... {causes[-1]}"[:160]
 
 
 def frame(error: BaseException) -> str:

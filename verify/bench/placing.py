@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.laws.law import Cotangents
+from properties.words.domain import INDICES
 from verify.bench.guards import Guards
 
 
@@ -38,6 +39,8 @@ def placed(domain: Any, x: Tensor) -> Tensor:
 
 def _is_view(x: Tensor, views: Collection[str]) -> bool:
     """Whether the strides of a tensor are of one of these kinds (VIEWS)."""
+    if not x.is_floating_point() and not x.is_contiguous():
+        return INDICES in views
     steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
     last = x.shape[-1:].numel() <= 1 or x.stride(-1) == 1
     if x.is_contiguous():

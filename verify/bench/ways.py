@@ -102,6 +102,37 @@ class Between(Plain):
         return super().gradients(outputs, leaves, cotangents)
 
 
+class Cleared(Plain):
+    """The caller clears the inputs between forward and backward. What was saved of them are copies, as under offloading.
+
+    So torch never raises its error about a saved tensor that was changed, and what an implementation keeps in another way shows. If
+    the implementation raises an error, there are no gradients.
+    """
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        own = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
+
+        def pack(x: Tensor) -> Tensor:
+            return _copied(x, x.device) if x.untyped_storage().data_ptr() in own else x.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return call(leaves)
+
+    def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
+        before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        with torch.no_grad():
+            for leaf in leaves.values():
+                leaf.zero_()
+        try:
+            return super().gradients(outputs, leaves, cotangents)
+        except Exception:  # any error is right: the caller then knows
+            return ()
+        finally:
+            with torch.no_grad():
+                for name, leaf in leaves.items():
+                    leaf.copy_(before[name])
+
+
 class Second(Plain):
     """Gradients with create_graph=True. `more` has the gradients of their product with `directions`, by the name "second dq".
 
@@ -151,6 +182,7 @@ WAYS: Mapping[str, type[Plain]] = {
     "dense": Dense,
     "twice": Twice,
     "between": Between,
+    "cleared": Cleared,
     "second": Second,
     "frozen": Plain,
 }

@@ -6,6 +6,7 @@ If a worker is lost (it crashes or hangs), that is an outcome like any other, no
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ BATCH, TRUTHS = 32, 4
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
 PATIENT = 1024  # tokens from which on a case on a CPU gets more time than others, in proportion
+CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # of terminals: colours, and moves of the cursor
 _WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter
 
 
@@ -242,8 +244,8 @@ def ask_afresh(
 
 
 def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
-    """The last lines of a text that are not empty, each cut to 200 characters."""
-    return tuple([line.rstrip()[:200] for line in text.splitlines() if line.strip()][-most:])
+    """The last lines of a text that are not empty, each cut to 200 characters, without the codes that colour a terminal."""
+    return tuple([line.rstrip()[:200] for line in CODES.sub("", text).splitlines() if line.strip()][-most:])
 
 
 def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:

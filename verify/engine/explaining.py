@@ -124,7 +124,7 @@ def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
     domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
     has_norm = isinstance(domain, LayerDomain | TraceDomain) or (isinstance(domain, Domain) and domain.qk_norm)
     normed = has_norm and all(_normed(run.example) for run in runs)
-    return [*_roundings(described, runs), *(_norms(domain) if normed else ())]
+    return [*(_norms(domain) if normed else ()), *_roundings(described, runs)]  # the more specific first, as the report has them
 
 
 def _norms(domain: Any) -> Iterator[Way]:

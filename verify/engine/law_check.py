@@ -486,8 +486,8 @@ class LawCheck:
 
             others = functools.cache(functools.partial(self._others, run))
             asked = common.described, (smallest, run)
-            report.otherwise = would_hold(*asked, worker, common.store, more, others) if again else []
-            report.otherwise += would_hold_within(*asked, best, worker, common.store, more, others)
+            rounding = would_hold(*asked, worker, common.store, more, others) if again else []
+            report.otherwise = [*would_hold_within(*asked, best, worker, common.store, more, others), *rounding]
         report.shrink_s = time.monotonic() - start
         report.wall_s += report.shrink_s
         return report

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # implementations were run in the order of the largest domains, up to the first 100 pairs of a law and a domain. For `history`,
 # `earlier` and the laws of calls, only verify/zoo/wrong_histories.py and verify/zoo/wrong_calls.py were run. For the law
 # `left_padding` of modules, only the convolutions with a mask in verify/zoo/wrong_convolutions.py were run. For `recompute`, only
-# verify/zoo/wrong_recompute.py was run, in the eight cases of a check on 2026-11-27. For `replicas` and `accumulated`, only
+# verify/zoo/wrong_recompute.py was run, in the eight cases that a check had on 2026-11-27. For `replicas` and `accumulated`, only
 # tests/wrong_ranks.py was run.
 KILLS: dict[str, dict[str, int]] = {
     "rules": {

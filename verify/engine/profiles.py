@@ -2,7 +2,7 @@
 
 import dataclasses
 
-RECOMPUTED = 8  # the least examples of the law `recompute`: one of each variant
+RECOMPUTED = 10  # the least examples of the law `recompute`: one of each variant
 # Laws whose defects show in almost every case, and which are therefore given few.
 SELDOM = ("recompute", "replicas", "accumulated")
 

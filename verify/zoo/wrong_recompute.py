@@ -96,10 +96,15 @@ class GradientsIntoLeaves(Recomputes, letter="F"):
     """The backward runs `backward` on the inputs themselves, so a leaf gets its gradient there and again from autograd."""
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
-        ctx.leaves = tensors
+        ctx.leaves, ctx.versions = tensors, self.versions(tensors)
 
     def kept(self, ctx: Any) -> list[Tensor]:
+        if self.versions(ctx.leaves) != ctx.versions:
+            raise RuntimeError("an input was changed between forward and backward")
         return list(ctx.leaves)
+
+    def versions(self, tensors: tuple[Tensor, ...]) -> list[int]:
+        return [0 if t.is_inference() else t._version for t in tensors]
 
     def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
         leaves = [t if t.requires_grad and t.is_leaf else t.detach().requires_grad_() for t in tensors]

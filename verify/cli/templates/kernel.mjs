@@ -129,7 +129,7 @@ for (;;) {
   try {
     Object.values(inputs).forEach((tensor, i) => (tensor.values = decode(bytes[i], tensor.dtype)));
     Object.values(outputs).forEach((tensor) => (tensor.values = new Float32Array(size(tensor))));
-    compute(word, inputs, outputs, options);
+    await compute(word, inputs, outputs, options); // which may be async
     const body = Buffer.concat(Object.values(outputs).map((tensor) => encode(tensor.values, tensor.dtype)));
     write(Buffer.concat([Buffer.from(`ok ${body.length}\n`), body]));
   } catch (error) {

@@ -1,0 +1,143 @@
+"""Ways in which callers use an implementation: each finds wrong code that nothing else finds, and leaves right code alone."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from properties.books import book_of
+from properties.laws.history import CROWDED, moved
+from properties.pools.case import PoolCase
+from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.words.example import Example
+from properties.words.sizes import MOST, sized
+from tests import wrong_uses as wrong
+from tests.together import for_each
+from verify.engine.drawing import of_law
+from verify.engine.profiles import PROFILES
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.line import Run
+from verify.process.outcome import Outcome, Verdict
+
+HERE = "tests/wrong_uses.py"
+# The law that shows each of them, and its variant, or "" if the law has none.
+SHOWN_BY: dict[type, tuple[str, str]] = {
+    wrong.KeysLikeQueries: ("strides", "mixed"),
+    wrong.DenseOffsets: ("strides", "indices"),
+    wrong.DenseSlots: ("strides", "indices"),
+    wrong.DenseAccepted: ("strides", "indices"),
+    wrong.NoLossOfOutputs: ("recompute", "one_output"),
+    wrong.NoLossOfStates: ("recompute", "one_output"),
+    wrong.ValuesOnTheGraph: ("recompute", "cleared"),
+    wrong.StatesOnTheGraph: ("recompute", "cleared"),
+    wrong.StatelessInference: ("history", "inference"),
+    wrong.KnowsVersions: ("history", "inference"),
+    wrong.KeepsMasks: ("history", "inference"),
+    wrong.SlotsByVersion: ("history", "inference"),
+    wrong.SpansByPrefix: ("history", "refill"),
+    wrong.RequestsByPrefix: ("refill", ""),
+}
+RIGHT: dict[type, tuple[str, str]] = {
+    wrong.SaysDenseOffsets: ("strides", "mixed"),
+    wrong.AnyLoss: ("recompute", "one_output"),
+    wrong.ChecksVersions: ("recompute", "cleared"),
+    wrong.OwnCopyOnTheGraph: ("recompute", "cleared"),
+    wrong.KeepsCleanMasks: ("history", "inference"),
+}
+FEW = 3  # examples of each law and variant that do not show it
+
+
+@functools.cache
+def drawn(law: str, domain: Any, seed: int) -> list[Example]:
+    """The examples of a law in a check with the default profile."""
+    found: list[Example] = []
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    return found
+
+
+def domain_of(kind: type) -> Any:
+    adapter = adapter_of(f"{HERE}:{kind.__name__}")
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"])
+
+
+def right_form(kind: type) -> str:
+    return "zoo/" + next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+
+
+def outcome_of(kind: type, law: str, example: Example) -> Outcome:
+    return execute(Run(law, f"{HERE}:{kind.__name__}", example))
+
+
+def of_variant(kind: type, law: str, variant: str, seed: int) -> list[Example]:
+    return [example for example in drawn(law, domain_of(kind), seed) if (example.variant or "") == variant]
+
+
+@pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_a_default_check_shows_it_with_every_seed_and_the_right_form_holds(kind: type) -> None:
+    law, variant = SHOWN_BY[kind]
+    for seed in range(3):
+        examples = of_variant(kind, law, variant, seed)
+        assert any(outcome_of(kind, law, example).verdict is Verdict.BROKEN for example in examples), seed
+        for example in examples:
+            assert execute(Run(law, right_form(kind), example)).verdict in (Verdict.HOLDS, Verdict.BLIND), example
+
+
+@pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
+@pytest.mark.slow
+def test_no_other_law_or_variant_shows_it(kind: type) -> None:
+    domain, shown, right = domain_of(kind), SHOWN_BY[kind], right_form(kind)
+    for law in book_of(domain).laws.values():
+        if law.needs(domain):
+            continue
+        others = [example for example in drawn(law.name, domain, 0) if (law.name, example.variant or "") != shown]
+        for variant in {example.variant for example in others if not (example.variant or "").startswith("far_")}:
+            for example in [example for example in others if example.variant == variant][:FEW]:
+                if outcome_of(kind, law.name, example).verdict is Verdict.BROKEN:  # its base fails without tokens
+                    assert execute(Run(law.name, right, example)).verdict is Verdict.BROKEN, (law.name, example)
+
+
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_right_code_that_comes_near_holds(kind: type) -> None:
+    law, variant = RIGHT[kind]
+    examples = [example for seed in range(3) for example in of_variant(kind, law, variant, seed)]
+    assert examples
+    for example in examples:
+        assert outcome_of(kind, law, example).verdict is Verdict.HOLDS, example
+
+
+def test_a_domain_without_strided_indices_never_gets_them() -> None:
+    domain = Domain(views=("sliced", "mixed"))
+    variants = {example.variant for seed in range(3) for example in drawn("strides", domain, seed)}
+    assert {"sliced", "mixed"} <= variants and "indices" not in variants
+    law, case = book_of(domain).laws["strides"], Case.parse("lengths=2+1 packed=yes")
+    assert law.outside(domain, Example(case, None, "indices")) == "indices inputs are not among sliced, mixed"
+    with pytest.raises(ValueError, match="law strides needs packed=yes"):
+        law.accept(Example(Case.parse("lengths=2"), None, "indices"))
+
+
+@for_each(
+    ("words", "want"),
+    [
+        ("lengths=1+1+1+1+1+1+1+1+1+2 packed=yes", (*[1] * 8, 0, 3)),
+        ("lengths=1+1+1+1+1+1+1+1+0+0+2 packed=yes", (*[1] * 8, 0, 1, 1)),
+        ("lengths=1+1+1+1+1+1+1+1+2 packed=yes", None),
+        ("lengths=1+1+1+1+1+1+1+1+0+0 packed=yes", None),
+        ("lengths=1+1+1+1+1+1+1+1+1+1", None),
+    ],
+)
+def test_one_late_offset_moves_and_no_other(words: str, want: tuple[int, ...] | None) -> None:
+    other = moved(Case.parse(words), Domain())
+    assert (other and other.lengths) == want
+
+
+def test_moved_offsets_stay_inside_the_domain() -> None:
+    case = Case.parse(f"lengths={'+'.join(['8'] * CROWDED)} packed=yes")
+    assert moved(case, Domain(length_step=8, empty=False)) is None
+    assert moved(case, Domain(length_step=8)).lengths[-2:] == (0, 16)
+    pool = PoolCase.parse(f"op=decode lengths={'+'.join(['2'] * CROWDED)} packed=yes accepted=any")
+    assert moved(pool, PoolDomain()).lengths[-2:] == (1, 3)
