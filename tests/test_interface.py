@@ -121,6 +121,17 @@ def test_a_name_that_a_release_lacks_is_unsupported(monkeypatch: pytest.MonkeyPa
     assert (outcome.verdict, "No module named 'fla.modules.l2norm'" in outcome.reason) == (Verdict.UNSUPPORTED, True)
 
 
+def test_a_requirement_of_a_release_that_is_not_there_decides_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("fla")
+    (tmp_path / "needy.py").write_text("import not_installed_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fla.Chunk, "place", "needy:rule")  # `run` imports it by its name
+    outcome = execute(Run.parse("law=oracle adapter=fla/chunk lengths=3 backward=no"))
+    assert (outcome.verdict, "No module named 'not_installed_at_all'" in outcome.reason) == (Verdict.UNKNOWN, True)
+
+
 def test_what_an_adapter_says_is_lacking_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     need("fla")
     monkeypatch.setattr(fla.Chunk16, "chunk", 16)
