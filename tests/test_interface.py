@@ -89,6 +89,23 @@ def test_older_rules_of_transformers_get_no_grouped_heads(monkeypatch: pytest.Mo
         assert transformers.Recurrent().domain.grouped_heads is grouped
 
 
+FIRST = "    q = l2norm(q)\n    q = q.to(torch.float32)\n"
+LATER = "    q = q.to(torch.float32)\n    q = l2norm(q)\n"
+
+
+@pytest.mark.parametrize(("body", "stores"), [(FIRST, True), (LATER, False), ("    return q\n", False)])
+def test_a_norm_before_float32_is_in_the_dtype_of_the_inputs(
+    body: str, *, stores: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grove").mkdir()
+    other = "def other(q):\n    q = l2norm(q)\n    return q.to(torch.float32)\n"
+    (tmp_path / "grove" / "model.py").write_text(f"import torch\n\ndef rule(q):\n{body}\n{other}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert transformers.normalises_first("grove.model", "rule") is stores
+    assert not transformers.normalises_first("grove.model", "no_such_rule")
+    assert not transformers.normalises_first("grove.no_such_model", "rule")
+
+
 NORM = "law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8 backward=no"
 
 
