@@ -89,6 +89,23 @@ def test_older_rules_of_transformers_get_no_grouped_heads(monkeypatch: pytest.Mo
         assert transformers.Recurrent().domain.grouped_heads is grouped
 
 
+FIRST = "    q = l2norm(q)\n    q = q.to(torch.float32)\n"
+LATER = "    q = q.to(torch.float32)\n    q = l2norm(q)\n"
+
+
+@pytest.mark.parametrize(("body", "stores"), [(FIRST, True), (LATER, False), ("    return q\n", False)])
+def test_a_norm_before_float32_is_in_the_dtype_of_the_inputs(
+    body: str, *, stores: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grove").mkdir()
+    other = "def other(q):\n    q = l2norm(q)\n    return q.to(torch.float32)\n"
+    (tmp_path / "grove" / "model.py").write_text(f"import torch\n\ndef rule(q):\n{body}\n{other}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert transformers.normalises_first("grove.model", "rule") is stores
+    assert not transformers.normalises_first("grove.model", "no_such_rule")
+    assert not transformers.normalises_first("grove.no_such_model", "rule")
+
+
 NORM = "law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8 backward=no"
 
 
@@ -119,6 +136,17 @@ def test_a_name_that_a_release_lacks_is_unsupported(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(sys.modules["fla.modules"], "l2norm", raising=False)
     outcome = execute(Run.parse(NORM))
     assert (outcome.verdict, "No module named 'fla.modules.l2norm'" in outcome.reason) == (Verdict.UNSUPPORTED, True)
+
+
+def test_a_requirement_of_a_release_that_is_not_there_decides_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("fla")
+    (tmp_path / "needy.py").write_text("import not_installed_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fla.Chunk, "place", "needy:rule")  # `run` imports it by its name
+    outcome = execute(Run.parse("law=oracle adapter=fla/chunk lengths=3 backward=no"))
+    assert (outcome.verdict, "No module named 'not_installed_at_all'" in outcome.reason) == (Verdict.UNKNOWN, True)
 
 
 def test_what_an_adapter_says_is_lacking_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:

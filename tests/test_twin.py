@@ -29,7 +29,7 @@ from verify.engine.twin.pairs import Answer, Twins
 from verify.execution import twins
 from verify.execution.execute import execute
 from verify.execution.line import Run
-from verify.execution.twins import ALONE, PART, PARTS, STEPS, TURNED, TooSlow, in_parts, in_way
+from verify.execution.twins import ALONE, PART, PARTS, STEPS, TURNED, WHOLE, TooSlow, in_parts, in_way
 from verify.process.messages import Way
 from verify.process.outcome import Verdict
 
@@ -276,6 +276,17 @@ def test_other_orders_of_sequences_are_undone() -> None:
         got = in_way(way, call, case.spec, inputs, same)
         assert torch.equal(got["o"], inputs.v) and torch.equal(got["final_state"], inputs.state)
     assert batches == [1, 1, 1, 3, 3]
+
+
+def test_a_kernel_that_gets_a_token_a_call_gets_the_first_tokens_in_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twins, "EXPLAINED", 5)
+    inputs, spec = (case := Case.parse("lengths=9+9 backward=no")).inputs("cpu"), case.spec
+    for pieces, tokens in ((True, 5), (False, 9)):
+        for way in (ALONE, TURNED):
+            got = in_way(way, lambda x: {"o": x.v.clone()}, spec, inputs, lambda name, state: state, pieces=pieces)
+            assert torch.equal(got["o"], inputs.v[:, :tokens])
+        whole = in_way(WHOLE, lambda x: {"o": x.v}, spec, inputs, lambda name, state: state, pieces=pieces)
+        assert torch.equal(whole["o"], inputs.v)
 
 
 def test_steps_that_would_take_too_long_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

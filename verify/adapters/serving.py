@@ -81,10 +81,21 @@ def takes(place: str, parameter: str) -> bool:
     True for a function that is not there, so that a domain stays as it is and the call says what is missing.
     """
     name, _, function = place.partition(":")
+    file = _file(name)
+    found = None if file is None else signature_in(file, function)
+    return found is None or parameter in found.parameters
+
+
+def has_text(name: str, text: str) -> bool:
+    """Whether the source of a module of a library has this text. False for a module that is not there. Nothing is imported."""
+    file = _file(name)
+    return file is not None and text in file.read_text(encoding="utf-8")
+
+
+def _file(name: str) -> pathlib.Path | None:
     library = _library(name)
     file = pathlib.Path(library.folder() or "", *library.home(name).split(".")).with_suffix(".py")
-    found = signature_in(file, function) if file.is_file() else None
-    return found is None or parameter in found.parameters
+    return file if file.is_file() else None
 
 
 def uses_stubs() -> bool:

@@ -20,7 +20,7 @@ from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
 from verify.adapters.serving import takes
 from verify.adapters.serving_kernels import DENSE_OFFSETS, PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
-from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify
+from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify, without_padding
 
 KDA = f"{OPS}.fla.kda"
 FUSED = (("fused", ("no", "yes")),)
@@ -60,6 +60,9 @@ class ChunkKda(SGLang, Chunks):
         options=FUSED,
         views=(*DENSE_OFFSETS, "fused"),
     )
+
+    def __init__(self) -> None:
+        self.domain = without_padding(self.domain)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         o = call(self.module(), x, x.pool.mT, x.slots, g=x.g, beta=x.beta)

@@ -291,7 +291,7 @@ class Pool(TraceAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = CHUNK
-    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.13"}
+    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.23"}
     domain = TraceDomain(
         events=("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free"),
         dtypes=("bf16",),

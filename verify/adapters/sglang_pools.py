@@ -16,6 +16,7 @@ from properties.pools.domain import PoolDomain
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_SGLANG, left_out
+from verify.adapters.serving import has_text
 from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, Chunks, Packed, SGLang, call
 
 OPS = "sglang.kernels.ops.attention"
@@ -131,6 +132,13 @@ class VerifyHalf(Verify):
     domain = dataclasses.replace(Verify.domain, state_dtypes=("bf16",), trees=False)
 
 
+def without_padding(domain: PoolDomain) -> PoolDomain:
+    """Return the domain of chunk kernels. Before 0.5.19 they read and write before the pool where a request is padding."""
+    module = f"{OPS}.fla.chunk_delta_h"
+    strays = has_text(module, "initial_state_indices") and not has_text(module, "valid_state")
+    return dataclasses.replace(domain, padding_slots=()) if strays else domain
+
+
 def _by_request(parents: Tensor, lengths: Tensor) -> Tensor:
     """The parents [N, T] of each request's tokens. The first token's parent is not read."""
     rows = parents.clamp(min=0).flatten().split(lengths.tolist())
@@ -178,11 +186,16 @@ class Update(SGLang):
     omits = left_out(IN_SGLANG, "disable_output_calculation", *DRAFTS)
     domain = dataclasses.replace(POOL, rule=GIVEN, blocks=BLOCK_SIZES, graphs=True, apart=False)
 
+    def __init__(self) -> None:
+        # Before 0.5.22 the wrapper compares their number with that of the requests in packed calls, and else does not read them.
+        self.asks = has_text(self.source, "            if initial_state_indices.shape[0] != intermediate_state_indices.shape[0]:")
+
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         module = self.module()
         rule = module.fused_recurrent_gated_delta_rule_update
         with in_blocks(module, "fused_recurrent_gated_delta_rule_update_fwd_kernel", x.block_v, 1):
-            o = call(rule, x, initial_state_source=x.pool.mT, initial_state_indices=x.slots)
+            more = {"intermediate_state_indices": x.slots} if self.asks else {}
+            o = call(rule, x, initial_state_source=x.pool.mT, initial_state_indices=x.slots, **more)
         return o, x.pool
 
 
@@ -217,6 +230,9 @@ class ChunkInPlace(SGLang, Chunks):
     domain = dataclasses.replace(
         POOL, rule=dataclasses.replace(PROMPTS, batched=False), apart=False, empty_first=False, refills=False
     )
+
+    def __init__(self) -> None:
+        self.domain = without_padding(self.domain)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         rule = self.module().chunk_gated_delta_rule

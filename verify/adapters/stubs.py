@@ -134,12 +134,13 @@ _SGLANG_UTILS: Values = {
 _SGLANG: Mapping[str, Values] = {
     "sglang.srt.utils": _SGLANG_UTILS,
     "sglang.srt.utils.common": _SGLANG_UTILS,
-    "sglang.utils": _constants(is_in_ci=_never),
     "sglang.kernels.jit.utils": {
         **_constants(is_arch_support_pdl=launches_dependents),
         **_from("sglang.kernels.jit.utils.common", "cache_once", "is_hip_runtime", "is_musa_runtime"),
         **_from("sglang.kernels.jit.utils.arch", "get_jit_cuda_arch"),
     },
+    "sglang.utils": _constants(is_in_ci=_never),
+    "sglang.jit_kernel.utils": _constants(is_arch_support_pdl=launches_dependents),  # its name before 0.5.19
     "sglang.srt.platforms": {"current_platform": _platform},
     # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
     "sglang.kernels.ops.kvcache.kvcache": {},

@@ -14,9 +14,10 @@ from oracles.operation import Inputs
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import decorating_later
-from verify.adapters.interface import signature
+from verify.adapters.interface import signature, source
 
 REQUIRES = {"transformers": "4.57"}
+MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 
@@ -36,7 +37,7 @@ class Rule(ModelAdapter):
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        found = signature(f"transformers.models.qwen3_next.modeling_qwen3_next:{self.name}")
+        found = signature(f"{MODELING}:{self.name}")
         if found is not None and "repeat_interleave" not in found.calls:
             self.domain = dataclasses.replace(self.domain, grouped_heads=False)
 
@@ -71,6 +72,17 @@ class Recurrent(Rule):
     algorithm = "recurrent"
     domain = Domain(**_DOMAIN)
     requires = REQUIRES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stores = normalises_first(MODELING, self.name)
+
+
+def normalises_first(module: str, name: str) -> bool:
+    """Whether a function normalises q and k in the inputs' dtype, before it makes them float32. False if it is not there."""
+    file = source(module)
+    body = "" if file is None else file.read_text(encoding="utf-8").partition(f"\ndef {name}(")[2].partition("\ndef ")[0]
+    return 0 <= body.find("l2norm(") < body.find("torch.float32")
 
 
 def _call(name: str, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:

@@ -21,13 +21,14 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
-from verify.adapters.interface import Unavailable, Unsupported, source
+from verify.adapters.interface import Unavailable, Unsupported, has_text, source
 from verify.adapters.packages import installed
 from verify.adapters.padding import padding_mask
 from verify.adapters.transformers import REQUIRES, ModelAdapter
 
 KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
 OPTIONS = (("training", ("yes", "no")), ("mask", ("none", "ones")))
+CACHES = "transformers.cache_utils"
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -47,6 +48,8 @@ class ModelLayer(ModelAdapter):
         release = installed("transformers")
         if release is not None and source(f"transformers.models.{self.model}.modeling_{self.model}") is None:
             raise Unavailable(f"transformers {release} has no model {self.model}: pip install --upgrade transformers")
+        if source(CACHES) is not None and not has_text(CACHES, "def get_recurrent_state("):  # older caches do not give states back
+            self.domain = dataclasses.replace(self.domain, caches=False)
 
     def run(self, x: Inputs) -> Answer:
         config = self.config(x)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
+from verify.adapters.interface import Lacking
+from verify.adapters.packages import installed
 from verify.adapters.transformers import REQUIRES, ModelAdapter
 
 QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
@@ -85,4 +87,6 @@ def _function(name: str) -> Any:
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     found = getattr(modeling_qwen3_next, name)
+    if found is None:  # a function of the package causal-conv1d: older layers have their own lines in place of it
+        raise Lacking(f"Qwen3-Next of transformers {installed('transformers')} has no {name} in torch")
     return found if inspect.isclass(found) else inspect.unwrap(found)

@@ -303,7 +303,7 @@ class Pool(TraceAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = CHUNK
-    requires: ClassVar[dict[str, str]] = {"vllm": "0.22.1"}
+    requires: ClassVar[dict[str, str]] = {"vllm": "0.33.0"}
     domain = TraceDomain(
         events=("prefill", "decode", "verify", "preempt", "free"),
         dtypes=("bf16", "fp16"),

@@ -89,7 +89,8 @@ def _lacks_an_interface(error: Exception) -> bool:
     adapters = [place for place, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(_ADAPTERS)]
     if not adapters:
         return False
-    if (frames[adapters[-1]].line or "").startswith(("from ", "import ")):
+    line = frames[adapters[-1]].line or ""
+    if line.startswith(("from ", "import ")) or (isinstance(error, ImportError) and "import_module(" in line):
         return True
     words = ("unexpected keyword argument", "'NoneType' object is not callable")
     parameter = isinstance(error, TypeError) and any(word in str(error) for word in words)

@@ -11,6 +11,7 @@ from torch import Tensor
 from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from properties.laws.common import tokens_of
 from properties.laws.law import Results, axes_of, present, token_output
+from properties.pools.domain import PoolDomain
 from verify.adapters.base import Adapter
 from verify.adapters.pooled import called_with
 from verify.bench.adapter_bench import AdapterBench
@@ -58,7 +59,9 @@ def went(asked: Way) -> Went:
         inputs, _ = bench.call(case)
         spec = case.spec_of(inputs)
         with following(run.tune):
-            results = in_way(asked.way, call, spec, inputs, carried)
+            pool = adapter_of(run.adapter).domain
+            pieces = isinstance(pool, PoolDomain) and pool.most_tokens < PART
+            results = in_way(asked.way, call, spec, inputs, carried, pieces=pieces)
     except TooSlow as error:
         return Went(reason=str(error))
     except (AdapterFault, OutOfMemory, torch.OutOfMemoryError) as error:
@@ -74,13 +77,18 @@ def read(file: str, dtypes: dict[str, str]) -> Results:
         return {name: torch.from_numpy(arrays[name]).to(DTYPES.get(dtype, torch.float64)) for name, dtype in dtypes.items()}
 
 
-def in_way(way: str, call: Call, spec: Operation, inputs: Inputs, carried: Carried) -> Results:
-    """The results of a call made in one of WAYS, in the order of the call; in parts, those of the first EXPLAINED tokens."""
+def in_way(way: str, call: Call, spec: Operation, inputs: Inputs, carried: Carried, *, pieces: bool = False) -> Results:
+    """The results of a call made in one of WAYS, in the order of the call; in parts, those of the first EXPLAINED tokens.
+
+    `pieces` says that the kernel gets a few tokens a call in any way. Then a call of fewer tokens makes the first of these calls,
+    so other orders of sequences are those of the first EXPLAINED tokens too: each token costs a call.
+    """
     if way == WHOLE:
         return call(inputs)
+    first = between(spec, inputs, 0, min(EXPLAINED, inputs[present(spec, inputs, "B", "T")[0]].shape[1]))
     if way in (PARTS, STEPS):
-        first = between(spec, inputs, 0, min(EXPLAINED, inputs[present(spec, inputs, "B", "T")[0]].shape[1]))
         return in_parts(call, spec, first, PART, carried) if way == PARTS else in_parts(call, spec, first, 1, carried, STEPS_S)
+    inputs = first if pieces else inputs
     count = inputs[present(spec, inputs, "B", "T")[0]].shape[0]
     orders = [[row] for row in range(count)] if way == ALONE else [[*reversed(range(count))]]
     parts = [call(rows_of(spec, inputs, rows)) for rows in orders]
