@@ -1,13 +1,14 @@
 """Implementations that are wrong in one way in which callers use them, and right ones that come near, for tests/test_uses.py."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.rules.domain import Domain
-from properties.words.domain import KINDS
+from properties.pools.domain import POOL_VIEWS
+from properties.words.domain import VIEWS
 from verify.zoo.base import Chunkwise, Serving
 from verify.zoo.wrong_recompute import Gradients, Recomputes
 
@@ -35,7 +36,9 @@ class KeysLikeQueries(Chunkwise):
 
 
 class DenseOffsets(Chunkwise):
-    """Offsets are taken for contiguous."""
+    """Offsets are taken for contiguous, although the domain says that they need not be."""
+
+    domain = dataclasses.replace(Chunkwise.domain, views=VIEWS)
 
     def boundaries(self, x: Inputs) -> Spans:
         return super().boundaries(x if x.cu_seqlens is None else x.replaced(cu_seqlens=dense(x.cu_seqlens)))
@@ -44,18 +47,22 @@ class DenseOffsets(Chunkwise):
 class SaysDenseOffsets(DenseOffsets):
     """Right: the same, which says that index tensors must be contiguous."""
 
-    domain = Domain(views=(*KINDS, "mixed"))
+    domain = Chunkwise.domain
 
 
 class DenseSlots(Serving):
-    """Slots are taken for contiguous."""
+    """Slots are taken for contiguous, although the domain says that they need not be."""
+
+    domain = dataclasses.replace(Serving.domain, views=POOL_VIEWS)
 
     def slot(self, x: Inputs, request: int) -> int | None:
         return super().slot(x.replaced(slots=dense(x.slots)), request)
 
 
 class DenseAccepted(Serving):
-    """Counts of accepted tokens are taken for contiguous."""
+    """Counts of accepted tokens are taken for contiguous, although the domain says that they need not be."""
+
+    domain = dataclasses.replace(Serving.domain, views=POOL_VIEWS)
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         x = x if x.accepted is None else x.replaced(accepted=dense(x.accepted))

@@ -533,7 +533,7 @@ def outside_views(domain: Any, example: Example) -> str | None:
     how = example.variant or ""
     if (takes_far if how in FAR else takes_view)(domain, how):
         return None
-    return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'any'}"
+    return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'those of views=True'}"
 
 
 def lacks_view(case: Any, variant: str | None) -> str | None:

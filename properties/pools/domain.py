@@ -13,7 +13,7 @@ from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolC
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
 from properties.rules.drawing import HEADS, MANY_SEQUENCES, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
-from properties.words.domain import OFFSETS, VIEWS, AnyDomain, check_tuples
+from properties.words.domain import INDICES, OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
@@ -82,7 +82,7 @@ class PoolDomain(AnyDomain):
     """Whether a call can be captured in such a graph."""
     apart: bool = True
     """Whether slots may lie apart from each other in memory."""
-    views: tuple[str, ...] = POOL_VIEWS
+    views: tuple[str, ...] = tuple(how for how in POOL_VIEWS if how != INDICES)
     """Which strides the inputs may have, if `rule.views` is True: the views of Domain, and "fused" for tokens that lie side by side
     in one tensor with others."""
     options: Options = ()

@@ -10,7 +10,9 @@ from properties.words.word import Promise, promises_of
 
 MIXED, INDICES = "mixed", "indices"
 KINDS = ("sliced", "transposed", "offset", "expanded", "strided")  # of the strides of one tensor
-VIEWS = (*KINDS, MIXED, INDICES)  # also another kind for each tensor, and index tensors that are not contiguous
+# Also another kind for each tensor, and index tensors that are not contiguous. The last must be named: kernels that check only the
+# offsets that they are used with, which are contiguous, are not wrong, and on a GPU may store outside their tensors otherwise.
+VIEWS = (*KINDS, MIXED, INDICES)
 LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the smallest first; no other regime has larger ones
 LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
@@ -139,8 +141,8 @@ def check_views(domain: Any) -> None:
 
 
 def takes_view(domain: Any, how: str) -> bool:
-    """Whether the inputs of a domain's calls may have a kind of strides (VIEWS)."""
-    return how in domain.views if isinstance(domain.views, tuple) else domain.views
+    """Whether the inputs of a domain's calls may have a kind of strides (VIEWS); True stands for all of them but INDICES."""
+    return how in domain.views if isinstance(domain.views, tuple) else domain.views and how != INDICES
 
 
 def _one_of(names: Sequence[str]) -> str:

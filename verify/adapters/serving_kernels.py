@@ -12,7 +12,6 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.rules.domain import Domain
-from properties.words.domain import KINDS, MIXED
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
@@ -20,7 +19,6 @@ from verify.adapters.blocks import in_blocks
 # dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
 GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
 GIVEN = Domain(position_independent=True, backward=False)
-DENSE_OFFSETS = (*KINDS, MIXED)  # the views of kernels that take offsets for contiguous (docs/FINDINGS.md)
 PROMPTS = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), backward=False)
 
 

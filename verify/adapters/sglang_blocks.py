@@ -11,7 +11,7 @@ from oracles.operation import Inputs
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
 from verify.adapters.blocks import in_blocks
-from verify.adapters.serving_kernels import DENSE_OFFSETS, GIVEN, SGLang, call
+from verify.adapters.serving_kernels import GIVEN, SGLang, call
 from verify.adapters.sglang_pools import OPS, RECURRENT
 
 KDA = f"{OPS}.fla.kda"
@@ -42,7 +42,6 @@ class RecurrentKdaBlocks(RecurrentBlocks):
     domain = dataclasses.replace(
         RecurrentBlocks.domain,
         rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False),
-        views=(*DENSE_OFFSETS, "fused"),
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

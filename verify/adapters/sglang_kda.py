@@ -19,7 +19,7 @@ from verify.adapters import serving_kernels
 from verify.adapters.fla import chosen
 from verify.adapters.left_out import IN_SGLANG, left_out
 from verify.adapters.serving import takes
-from verify.adapters.serving_kernels import DENSE_OFFSETS, PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
+from verify.adapters.serving_kernels import PROMPTS, Chunks, SGLang, dense, flat_bias, states, whole_tokens
 from verify.adapters.sglang_pools import OPS, POOL, REPLAY, Verify, without_padding
 
 KDA = f"{OPS}.fla.kda"
@@ -58,7 +58,6 @@ class ChunkKda(SGLang, Chunks):
         empty_first=False,
         refills=False,
         options=FUSED,
-        views=(*DENSE_OFFSETS, "fused"),
     )
 
     def __init__(self) -> None:
@@ -88,7 +87,6 @@ class ChunkKdaGated(SGLang, Chunks):
         refills=False,
         batch_heads=MOST_ALONG_Y,
         options=FUSED,
-        views=DENSE_OFFSETS,
     )
 
     def __init__(self) -> None:

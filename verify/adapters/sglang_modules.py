@@ -12,7 +12,7 @@ from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
 from verify.adapters.conv_pools import ConvPool, ServingConv, bias
 from verify.adapters.left_out import IN_SGLANG, left_out
-from verify.adapters.serving_kernels import DENSE_OFFSETS, SGLang
+from verify.adapters.serving_kernels import SGLang
 
 # Parameters that `omits` names, of a call for single tokens or for a draft.
 OTHERS = (
@@ -40,7 +40,7 @@ class Conv(SGLangConv):
     """
 
     omits = left_out(IN_SGLANG, "pad_slot_id", "validate_data", "block_table")
-    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False, views=DENSE_OFFSETS)
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
     counterpart = "sglang/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.words.sizes import MOST_ALONG_Y
-from verify.adapters.serving_kernels import DENSE_OFFSETS, GIVEN, SGLang, call, call_on_states, states
+from verify.adapters.serving_kernels import GIVEN, SGLang, call, call_on_states, states
 from verify.adapters.sglang_pools import OPS, RECURRENT
 
 
@@ -24,7 +24,7 @@ class RecurrentKda(SGLang):
     """`fused_recurrent_kda`: the same for KDA, with an initial state. Gates are read by key head, so HV must be H."""
 
     source = f"{OPS}.fla.kda"
-    domain = dataclasses.replace(Recurrent.domain, operation="kda", grouped_heads=False, views=DENSE_OFFSETS)
+    domain = dataclasses.replace(Recurrent.domain, operation="kda", grouped_heads=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         o, final = call(self.module().fused_recurrent_kda, x, initial_state=states(x), inplace_final_state=False)

@@ -17,7 +17,6 @@ from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.serving import takes
 from verify.adapters.serving_kernels import (
-    DENSE_OFFSETS,
     PROMPTS,
     VLLM,
     Chunks,
@@ -32,9 +31,7 @@ from verify.adapters.vllm_pools import POOL, STEPS, blocks_of_tokens
 
 KIMI = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 BOUNDS = ("none", "-5", "-1")  # of the log-decay
-CHUNKS = dataclasses.replace(
-    PROMPTS, operation="kda", grouped_heads=False, empty=False, refills=False, batch_heads=MOST_ALONG_Y, views=DENSE_OFFSETS
-)
+CHUNKS = dataclasses.replace(PROMPTS, operation="kda", grouped_heads=False, empty=False, refills=False, batch_heads=MOST_ALONG_Y)
 
 
 class ChunkKda(VLLM, Chunks):
@@ -126,7 +123,6 @@ class RecurrentKda(VLLM):
     omits = left_out(IN_VLLM, "inplace_final_state", "lower_bound", "out")
     domain = dataclasses.replace(
         POOL,
-        views=(*DENSE_OFFSETS, "fused"),
         rule=Domain(
             operation="kda",
             key_dims=(2, 256),

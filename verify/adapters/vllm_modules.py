@@ -14,7 +14,7 @@ from oracles.operation import Inputs, sequences
 from properties.modules.domain import ModuleDomain
 from verify.adapters.conv_pools import ConvPool, ServingConv, bias, offsets
 from verify.adapters.left_out import IN_VLLM, left_out
-from verify.adapters.serving_kernels import DENSE_OFFSETS, VLLM
+from verify.adapters.serving_kernels import VLLM
 
 
 class VllmConv(VLLM, ServingConv):
@@ -31,7 +31,7 @@ class Conv(VllmConv):
     """
 
     omits = left_out(IN_VLLM, "pad_slot_id", "null_block_id", "metadata", "validate_data")
-    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False, views=DENSE_OFFSETS)
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
     counterpart = "vllm/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -59,9 +59,7 @@ class ConvVerify(VllmConv):
     """
 
     omits = left_out(IN_VLLM, "null_block_id", "validate_data", "out")
-    domain = ModuleDomain(
-        "causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False, views=DENSE_OFFSETS
-    )
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(sequences(x, "x"), device=x.x.device)

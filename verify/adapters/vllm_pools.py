@@ -18,7 +18,7 @@ from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
-from verify.adapters.serving_kernels import DENSE_OFFSETS, GATED, GIVEN, PROMPTS, VLLM, Chunks, Packed, call
+from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, VLLM, Chunks, Packed, call
 
 OPS = "vllm.third_party.flash_linear_attention.ops"
 SIGMOID = f"{OPS}.fused_sigmoid_gating"
@@ -34,9 +34,7 @@ class Decode(VLLM):
 
     source = SIGMOID
     omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "num_accepted_tokens", "is_kda")
-    domain = dataclasses.replace(
-        POOL, rule=GATED, most_tokens=1, accepts=False, blocks=BLOCK_SIZES, views=(*DENSE_OFFSETS, "fused")
-    )
+    domain = dataclasses.replace(POOL, rule=GATED, most_tokens=1, accepts=False, blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self.call(x, x.slots, None)
@@ -105,7 +103,7 @@ class Recurrent(VLLM):
 
     source = RECURRENT
     omits = left_out(IN_VLLM, "inplace_final_state")
-    domain = dataclasses.replace(POOL, rule=GIVEN, rejects=False, blocks=BLOCK_SIZES, views=(*DENSE_OFFSETS, "fused"))
+    domain = dataclasses.replace(POOL, rule=GIVEN, rejects=False, blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         module = self.module()
