@@ -64,7 +64,10 @@ def domain_of(kind: type) -> Any:
 
 
 def right_form(kind: type) -> str:
-    return "zoo/" + next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    base = next(
+        base for base in kind.__mro__ if base.__module__.startswith("verify.zoo.") or (base.__doc__ or "").startswith("Right")
+    )
+    return f"zoo/{base.__name__}" if base.__module__.startswith("verify.zoo.") else f"{HERE}:{base.__name__}"
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:

@@ -35,10 +35,14 @@ class KeysLikeQueries(Chunkwise):
         return super().run(x.replaced(k=x.k + (found - k)))
 
 
-class DenseOffsets(Chunkwise):
-    """Offsets are taken for contiguous, although the domain says that they need not be."""
+class AnyOffsets(Chunkwise):
+    """Right: offsets may have strides."""
 
     domain = dataclasses.replace(Chunkwise.domain, views=VIEWS)
+
+
+class DenseOffsets(AnyOffsets):
+    """Offsets are taken for contiguous, although the domain says that they need not be."""
 
     def boundaries(self, x: Inputs) -> Spans:
         return super().boundaries(x if x.cu_seqlens is None else x.replaced(cu_seqlens=dense(x.cu_seqlens)))
@@ -50,19 +54,21 @@ class SaysDenseOffsets(DenseOffsets):
     domain = Chunkwise.domain
 
 
-class DenseSlots(Serving):
-    """Slots are taken for contiguous, although the domain says that they need not be."""
+class AnySlots(Serving):
+    """Right: slots and counts of accepted tokens may have strides."""
 
     domain = dataclasses.replace(Serving.domain, views=POOL_VIEWS)
+
+
+class DenseSlots(AnySlots):
+    """Slots are taken for contiguous, although the domain says that they need not be."""
 
     def slot(self, x: Inputs, request: int) -> int | None:
         return super().slot(x.replaced(slots=dense(x.slots)), request)
 
 
-class DenseAccepted(Serving):
+class DenseAccepted(AnySlots):
     """Counts of accepted tokens are taken for contiguous, although the domain says that they need not be."""
-
-    domain = dataclasses.replace(Serving.domain, views=POOL_VIEWS)
 
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         x = x if x.accepted is None else x.replaced(accepted=dense(x.accepted))
@@ -178,22 +184,23 @@ class _Product(torch.autograd.Function):
 class KeepsMasks(Chunkwise):
     """A mask is kept by the identity of the queries, and later saved for a backward (FLA 0.6.0 does so with chunk indices)."""
 
-    mask: ClassVar[tuple[Tensor, Tensor] | None] = None
+    # Not an attribute for each class: if one thread replaces an attribute of a class that holds tensors while another thread reads
+    # it, Python 3.11 may end the process.
+    masks: ClassVar[dict[type, tuple[Tensor, Tensor]]] = {}
 
     def run(self, x: Inputs) -> Any:
-        kind = type(self)
-        if kind.mask is None or kind.mask[0] is not x.q:
-            kind.mask = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
-        return super().run(x.replaced(v=_Product.apply(x.v, kind.mask[1])))  # type: ignore[no-untyped-call]
+        kept = self.masks.get(type(self))
+        if kept is None or kept[0] is not x.q:
+            kept = self.masks[type(self)] = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
+        return super().run(x.replaced(v=_Product.apply(x.v, kept[1])))  # type: ignore[no-untyped-call]
 
 
 class KeepsCleanMasks(KeepsMasks):
     """Right: the mask is made outside inference_mode."""
 
     def run(self, x: Inputs) -> Any:
-        kind = type(self)
         with torch.inference_mode(False):
-            kind.mask = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
+            self.masks[type(self)] = x.q, torch.ones(x.v.shape[-1], dtype=x.v.dtype)
         return super().run(x)
 
 
