@@ -66,7 +66,8 @@ def domain_of(kind: type) -> Any:
 def right_form(kind: type) -> str:
     """The spec of its first base that is right: one of tests/wrong_uses.py that says so, or one of the zoo."""
     ours = [base.__name__ for base in kind.__mro__ if (base.__doc__ or "").startswith("Right:")]
-    return f"{HERE}:{ours[0]}" if ours else "zoo/" + next(b.__name__ for b in kind.__mro__ if b.__module__.startswith("verify.zoo."))
+    known = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("verify.zoo.")]
+    return f"{HERE}:{ours[0]}" if ours else f"zoo/{known[0]}"
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
