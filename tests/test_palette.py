@@ -121,10 +121,10 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    "everything": (Domain(), "9268c60095ff5bb3"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "47ce5776907f5d19"),
-    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "4be2c243306036ff"),
-    "narrow": (NARROW, "941e4864ecc53ccc"),
+    "everything": (Domain(), "3a0ac9b60930f57a"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "0d8502f20de64e77"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "0932058f9fd4ec7a"),
+    "narrow": (NARROW, "f05e218855f41674"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
