@@ -170,7 +170,7 @@ def test_two_streams_are_drawn_on_a_gpu_for_domains_that_allow_them() -> None:
         )
 
         def drawn(domain: Any, device: str) -> bool:
-            plan = Plan(domain, ["history"], 6, lambda _: 24, run_of, Compilers([], None), device=device)
+            plan = Plan(domain, ["history"], 6, lambda _: 48, run_of, Compilers([], None), device=device)
             return any(example.variant == "streams" for example in plan.of("history").examples)
 
         assert [drawn(two, "cuda"), drawn(one, "cuda"), drawn(two, "cpu")] == [True, False, False], one

@@ -184,8 +184,8 @@ def examples() -> dict[str, list[Example]]:
 @pytest.mark.slow
 def test_variants_are_all_drawn_where_the_domain_allows_them(examples: dict[str, list[Example]]) -> None:
     for name, law in LAWS.items():
-        # Streams are drawn on a GPU alone, and what a call leaves out only for domains that say so.
-        seldom = {"streams", "far_tokens", "far_heads", "far_sequences", "gate", "beta", "options"}
+        # Streams are drawn on a GPU alone; what a call leaves out, and strided index tensors, only for domains that say so.
+        seldom = {"streams", "indices", "far_tokens", "far_heads", "far_sequences", "gate", "beta", "options"}
         drawn = {example.variant for example in examples[name]}
         assert drawn - seldom == set(law.variants or (None,)) - seldom
         assert name != "strides" or drawn & seldom

@@ -115,6 +115,6 @@ def earlier_call(bench: Bench, case: PoolCase) -> PoolCase:
 def histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
     """Return examples of every history that can happen to calls of a domain. Two streams need a GPU."""
     kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("inference",), ("refused",), ("failed",)]
-    kinds += [("threads",)] if domain.rule.threads else []
+    kinds += [("threads",)] * 2 if domain.rule.threads else []  # what threads share shows in some runs only
     kinds += [("streams",)] if gpu and domain.rule.streams else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
