@@ -1,5 +1,6 @@
-"""The verdicts of an adapter in drawn examples of a law."""
+"""The examples that a check draws, and the verdicts of an adapter in drawn examples of a law."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 from properties.books import book_of
 from properties.palette import sample
 from properties.words.example import Example
+from properties.words.sizes import MOST, sized
+from verify.engine.drawing import of_law
+from verify.engine.profiles import PROFILES
 from verify.execution import judging
 from verify.execution.execute import execute
 from verify.execution.line import Run
@@ -26,4 +30,18 @@ def verdicts_of(
         found.append(execute(Run(law, "it", example)).verdict)
         if found[-1] is Verdict.BROKEN:
             break
+    return found
+
+
+def domain_in_a_check(spec: str) -> Any:
+    """The domain of an adapter of plain torch with the sizes of a check's cases."""
+    adapter: Any = judging.adapter_of(spec)
+    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
+
+
+@functools.cache
+def in_a_check(law: str, domain: Any, seed: int) -> list[Example]:
+    """The examples of a law in a check with the default profile."""
+    found: list[Example] = []
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
     return found

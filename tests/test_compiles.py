@@ -48,7 +48,7 @@ def test_its_cases_have_few_shapes_and_others_many(tmp_path: pathlib.Path) -> No
     plain, compiled = (runs_of(Declares(compiles=compiles), tmp_path) for compiles in (False, True))
     assert len(plain) == len(compiled) == 6 * 12
     assert len(shapes(plain)) > 50
-    assert len(shapes(compiled)) <= 16
+    assert 5 * len(shapes(compiled)) <= len(shapes(plain))
     assert {run.device for run in compiled} == {"cpu"}
     assert max(run.example.case.tokens for run in compiled) <= 1000, "sequences are as long as on a CPU"
     places = {(run.example.case.lengths, run.example.at) for run in compiled if run.law == "cut"}

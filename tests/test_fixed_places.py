@@ -1,7 +1,6 @@
 """What a check has for every seed: ways to call, limits, and moves of a request that come twice."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from properties.traces.drawing import BEHIND, CROWDED, MANY_RANKS, PADDED, crowd
 from properties.words.example import Example
 from properties.words.sizes import MOST, sized
 from tests import wrong_survivors as wrong
+from tests.drawn import domain_in_a_check, in_a_check
 from tests.together import for_each
-from verify.engine.drawing import of_law
-from verify.engine.profiles import PROFILES
 from verify.execution.execute import execute
-from verify.execution.judging import adapter_of
 from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
@@ -41,17 +38,8 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
 }
 
 
-@functools.cache
-def drawn(law: str, domain: Any, seed: int) -> list[Example]:
-    """The examples of a law in a check with the default profile."""
-    found: list[Example] = []
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
-    return found
-
-
 def domain_of(kind: type) -> Any:
-    adapter = adapter_of(f"{HERE}:{kind.__name__}")
-    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
+    return domain_in_a_check(f"{HERE}:{kind.__name__}")
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
@@ -62,7 +50,7 @@ def fixed(kind: type, law: str, variant: str, seed: int) -> list[Example]:
     """The examples of a check that are to show an implementation."""
     domain = domain_of(kind)
     always = [] if variant else list(book_of(domain).laws[law].always(domain))
-    return [example for example in drawn(law, domain, seed) if example in always or (variant and example.variant == variant)]
+    return [example for example in in_a_check(law, domain, seed) if example in always or (variant and example.variant == variant)]
 
 
 @pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
@@ -84,7 +72,7 @@ def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: t
 def test_examples_that_are_drawn_do_not_show_it(kind: type) -> None:
     law, variant = SHOWN_BY[kind]
     shown = fixed(kind, law, variant, 0)
-    others = [example for example in drawn(law, domain_of(kind), 0) if example not in shown]
+    others = [example for example in in_a_check(law, domain_of(kind), 0) if example not in shown]
     verdicts = [outcome_of(kind, law, example).verdict for example in others[:OTHERS]]
     assert Verdict.BROKEN not in verdicts
 

@@ -1,6 +1,5 @@
 """Cases just over usual limits: each has an implementation that it alone shows, and that right code of the same kind passes."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,12 +7,9 @@ import pytest
 
 from properties.books import book_of
 from properties.words.example import Example
-from properties.words.sizes import MOST, sized
 from tests import wrong_just_over as wrong
-from verify.engine.drawing import of_law
-from verify.engine.profiles import PROFILES
+from tests.drawn import domain_in_a_check, in_a_check
 from verify.execution.execute import execute
-from verify.execution.judging import adapter_of
 from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
@@ -47,21 +43,12 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
 
 
 def domain_of(kind: type) -> Any:
-    adapter = adapter_of(f"{HERE}:{kind.__name__}")
-    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"], adapter.algorithm)
+    return domain_in_a_check(f"{HERE}:{kind.__name__}")
 
 
 def fixed(kind: type, law: str) -> Sequence[Example]:
     domain = domain_of(kind)
     found: Sequence[Example] = book_of(domain).laws[law].always(domain)
-    return found
-
-
-@functools.cache
-def drawn(law: str, domain: Any, seed: int) -> list[Example]:
-    """The examples of a law in a check with the default profile."""
-    found: list[Example] = []
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
     return found
 
 
@@ -89,8 +76,8 @@ def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) 
     law, domain = SHOWN_BY[kind][0], domain_of(kind)
     examples = fixed(kind, law)
     for seed in range(3):
-        assert [example for example in drawn(law, domain, seed) if example in examples] == list(examples)
-    others = [example for example in drawn(law, domain, 0) if example not in examples]
+        assert [example for example in in_a_check(law, domain, seed) if example in examples] == list(examples)
+    others = [example for example in in_a_check(law, domain, 0) if example not in examples]
     assert Verdict.BROKEN not in [verdict_of(f"{HERE}:{kind.__name__}", law, example) for example in others[:OTHERS]]
 
 

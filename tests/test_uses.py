@@ -1,6 +1,5 @@
 """Ways in which callers use an implementation: each finds wrong code that nothing else finds, and leaves right code alone."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,13 +11,10 @@ from properties.pools.domain import PoolDomain
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
-from properties.words.sizes import MOST, sized
 from tests import wrong_uses as wrong
+from tests.drawn import domain_in_a_check, in_a_check
 from tests.together import for_each
-from verify.engine.drawing import of_law
-from verify.engine.profiles import PROFILES
 from verify.execution.execute import execute
-from verify.execution.judging import adapter_of
 from verify.execution.line import Run
 from verify.process.outcome import Outcome, Verdict
 
@@ -50,17 +46,8 @@ RIGHT: dict[type, tuple[str, str]] = {
 FEW = 3  # examples of each law and variant that do not show it
 
 
-@functools.cache
-def drawn(law: str, domain: Any, seed: int) -> list[Example]:
-    """The examples of a law in a check with the default profile."""
-    found: list[Example] = []
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
-    return found
-
-
 def domain_of(kind: type) -> Any:
-    adapter = adapter_of(f"{HERE}:{kind.__name__}")
-    return sized(adapter.domain, getattr(adapter, "chunk", None), MOST["quick"])
+    return domain_in_a_check(f"{HERE}:{kind.__name__}")
 
 
 def right_form(kind: type) -> str:
@@ -75,7 +62,7 @@ def outcome_of(kind: type, law: str, example: Example) -> Outcome:
 
 
 def of_variant(kind: type, law: str, variant: str, seed: int) -> list[Example]:
-    return [example for example in drawn(law, domain_of(kind), seed) if (example.variant or "") == variant]
+    return [example for example in in_a_check(law, domain_of(kind), seed) if (example.variant or "") == variant]
 
 
 @pytest.mark.parametrize("kind", SHOWN_BY, ids=lambda kind: kind.__name__)
@@ -96,7 +83,7 @@ def test_no_other_law_or_variant_shows_it(kind: type) -> None:
     for law in book_of(domain).laws.values():
         if law.needs(domain):
             continue
-        others = [example for example in drawn(law.name, domain, 0) if (law.name, example.variant or "") != shown]
+        others = [example for example in in_a_check(law.name, domain, 0) if (law.name, example.variant or "") != shown]
         for variant in {example.variant for example in others if not (example.variant or "").startswith("far_")}:
             for example in [example for example in others if example.variant == variant][:FEW]:
                 if outcome_of(kind, law.name, example).verdict is Verdict.BROKEN:  # its base fails without tokens
@@ -115,7 +102,7 @@ def test_right_code_that_comes_near_holds(kind: type) -> None:
 
 def test_a_domain_without_strided_indices_never_gets_them() -> None:
     domain = Domain(views=("sliced", "mixed"))
-    variants = {example.variant for seed in range(3) for example in drawn("strides", domain, seed)}
+    variants = {example.variant for seed in range(3) for example in in_a_check("strides", domain, seed)}
     assert {"sliced", "mixed"} <= variants and "indices" not in variants
     law, case = book_of(domain).laws["strides"], Case.parse("lengths=2+1 packed=yes")
     assert law.outside(domain, Example(case, None, "indices")) == "indices inputs are not among sliced, mixed"

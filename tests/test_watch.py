@@ -171,6 +171,25 @@ def test_a_wrong_gradient_is_broken_and_outputs_are_not_blamed(tmp_path: pathlib
     assert (line.head, line.sequence, line.tokens) == (0, 0, None), "a gradient depends on later tokens"
 
 
+def test_a_gradient_of_all_heads_together_is_judged(tmp_path: pathlib.Path) -> None:
+    """The weight of a norm is shared by the heads, so that no part of one head has its gradient."""
+
+    def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight * torch.nn.functional.silu(z)
+
+    def doubled(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        return gated_rms_norm(x, z, 2 * weight - weight.detach())
+
+    for function, wrong in ((gated_rms_norm, []), (doubled, ["dweight"])):
+        watched = at_once(function, tmp_path / function.__name__, operation="gated_rms_norm")
+        x, z, weight = (torch.randn(*sizes, requires_grad=True) for sizes in ((1, 5, 3, 8), (1, 5, 3, 8), (8,)))
+        watched(x, z, weight).square().sum().backward()
+        settle(watched.watcher)
+        _, outcome = judged_by_heads(watched_in(str(tmp_path / function.__name__))[0])
+        assert {*outcome.ratios} == {"y", "dx", "dz", "dweight"}
+        assert [finding.port for finding in outcome.findings] == wrong
+
+
 @pytest.mark.parametrize("cut", ["head=0", "sequence=1", "sequence=0 tokens=3", "sequence=1 head=1 tokens=7", ""])
 def test_parts_of_right_calls_hold_and_parts_that_are_none_are_refused(cut: str, tmp_path: pathlib.Path) -> None:
     watched = at_once(my_gated_delta_rule, tmp_path)

@@ -39,10 +39,7 @@ class RecurrentKdaBlocks(RecurrentBlocks):
     """`fused_recurrent_kda`: the same kernel with KDA's gate, of which it reads one for each key head."""
 
     source = KDA
-    domain = dataclasses.replace(
-        RecurrentBlocks.domain,
-        rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False),
-    )
+    domain = dataclasses.replace(RecurrentBlocks.domain, rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self._called("fused_recurrent_kda", x, inplace_final_state=False)

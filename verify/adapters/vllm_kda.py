@@ -16,17 +16,7 @@ from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.serving import takes
-from verify.adapters.serving_kernels import (
-    PROMPTS,
-    VLLM,
-    Chunks,
-    call,
-    dense,
-    flat_bias,
-    side_by_side,
-    states,
-    whole_tokens,
-)
+from verify.adapters.serving_kernels import PROMPTS, VLLM, Chunks, call, dense, flat_bias, side_by_side, states, whole_tokens
 from verify.adapters.vllm_pools import POOL, STEPS, blocks_of_tokens
 
 KIMI = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"

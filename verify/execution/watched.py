@@ -88,6 +88,12 @@ class Watched:
         return found
 
     @property
+    def divides(self) -> bool:
+        """Whether every result is a head's own. The gradient of a parameter that heads share, as a norm's weight, is none's."""
+        ports = (*self.spec.outputs, *self.spec.gradients())
+        return all({"H", "HV"} & {*port.axes.split()} for port in ports if port.name in self.results)
+
+    @property
     def heads(self) -> int:
         """The number of key heads, or 0 if the operation has none that a call can be cut along."""
         return self._size("H") or self._size("HV")
@@ -250,10 +256,14 @@ def _judged(call: Watched) -> Outcome:
 
 
 def judged_by_heads(path: str) -> tuple[WatchedLine, Outcome]:
-    """The outcome of a call, which is judged head by head until one is broken, and the smallest part that is found broken."""
+    """The outcome of a call, and the smallest part that is found broken.
+
+    If every result is a head's own, the call is judged head by head until one is broken, and whole otherwise.
+    """
     line = WatchedLine(path)
     try:
-        heads = read_call(path).heads
+        call = read_call(path)
+        heads = call.heads if call.divides else 1
     except Exception:
         return line, judged(line)
     whole = Outcome(Verdict.HOLDS)

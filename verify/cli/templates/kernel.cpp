@@ -45,9 +45,9 @@ struct Call {
 // x / sqrt(sum(x^2) + eps) if the call wants normalised queries and keys, else x
 static std::vector<float> row(const Tensor& x, int64_t at, int64_t size, bool norm, float eps) {
     std::vector<float> result(x.values.begin() + at * size, x.values.begin() + (at + 1) * size);
-    float sum = eps;
+    float sum = 0;  // eps comes last: small squares that are added to a larger eps one by one all round alike
     for (float value : result) sum += value * value;
-    if (norm) for (float& value : result) value /= std::sqrt(sum);
+    if (norm) for (float& value : result) value /= std::sqrt(sum + eps);
     return result;
 }
 
