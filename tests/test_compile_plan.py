@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import pathlib
 import shutil
@@ -19,6 +20,8 @@ from properties.calls.domain import CallDomain
 from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.palette import key_of
+from properties.paths.case import ParallelCase
+from properties.paths.domain import PathDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.case import Case
 from properties.rules.domain import Domain
@@ -379,3 +382,25 @@ def test_kernels_that_were_passed_over_are_waited_for_in_a_second_pass(tune: str
     monkeypatch.setattr("verify.execution.execute.unlaunched", unlaunched)
     timed = compiled(Run("oracle", "mine.py:Counted", Example(Case((3,))), "ieee", "cpu", tune))
     assert (timed, passes) == ((True, []) if tune == "native" else (False, [True, False]))
+
+
+def test_what_a_path_launches_is_compiled_once_for_what_triton_sees_of_a_case() -> None:
+    """Lengths count as far as Triton compiles for them, and layers without kernels are not compiled."""
+
+    def compiled_of(*cases: ParallelCase) -> list[str]:
+        worker = Recorder()
+        compilers = Compilers([worker], None)
+        drawn = [Example(case) for case in cases]
+        with mock.patch.object(compile_plan, "of_law", lambda law, domain, seed, count, look, strategy: [*map(look, drawn)]):
+            plan = plan_of(compilers, PathDomain(operation=cases[0].operation), ("parallel",))
+            planned = plan.of("parallel")
+        for example in planned.examples:
+            planned.wait(example)
+        compilers.close()
+        return [str(Run.parse(question.line).example.case) for question in worker.questions]
+
+    case = functools.partial(ParallelCase, operation="gated_delta_rule", cp=2, packed=True, layout="contiguous")
+    cases = [case((3, 5)), case((7, 3), seed=4, gate="mixed"), case((16, 16)), case((32, 64)), case((3, 5), state="random")]
+    assert compiled_of(*cases) == [str(cases[number]) for number in (0, 2, 4)]
+    layer = functools.partial(ParallelCase, (4, 4), packed=True, cp=2, heads=2, value_heads=2)
+    assert compiled_of(layer(), layer(conv="fla")) == [str(layer(conv="fla"))]

@@ -1,14 +1,17 @@
 """Processes that compile ahead: what comes first, and that nobody waits in vain."""
 
+import pathlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from verify.engine.compilers import Compilation, Compilers, Need
+from verify.engine.compilers import COMPILE_S, Compilation, Compilers, Need, OfRanks
+from verify.gpu import device as devices
 from verify.process.messages import Compile
 from verify.process.worker import Worker
+from verify.ranks.group import stand_in
 
 
 class Gated(Worker):
@@ -103,3 +106,55 @@ def test_whoever_waits_goes_on_when_the_processes_end() -> None:
     worker.go.release()
     begun.wait()
     assert worker.lines == ["a0"]
+
+
+def test_what_ranks_launch_is_compiled_for_every_rank_and_waited_for() -> None:
+    lines = list[str]()
+    workers = [Gated(lines), Gated(lines)]
+    compilers = OfRanks([Compilers([worker], None) for worker in workers])
+    compilation = compilers.prepare(Compile("a0"), "a", "a0")
+    assert compilation is not None
+    for worker in workers:
+        assert worker.begun.acquire(timeout=60)
+    waiting = threading.Thread(target=compilation.wait)
+    waiting.start()
+    workers[0].go.release()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    workers[1].go.release()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert lines == ["a0", "a0"]
+    compilers.close()
+
+
+ALONE = """
+import pathlib
+
+from verify import PathAdapter, PathDomain
+
+
+class Alone(PathAdapter):
+    domain = PathDomain(operation="causal_conv1d", ranks=4, processes=True)
+
+    def run(self, x, place):
+        whole = place.cp.all_gather(x.x.transpose(0, 1))
+        with pathlib.Path(__file__).with_suffix(".txt").open("a") as notes:
+            notes.write(f"rank {place.cp.rank} of {place.cp.size} has {x.x.shape[1]} of {len(whole)}\\n")
+        return x.x * x.weight.sum()
+"""
+
+
+def test_a_process_that_stands_in_for_a_rank_calls_the_path_as_this_rank(tmp_path: pathlib.Path) -> None:
+    """No other rank exists. A rank without a part in the case does nothing, and the law's call on one rank is made too."""
+    file = tmp_path / "alone_on_rank.py"
+    file.write_text(ALONE)
+    line = f"law=parallel adapter={file}:Alone op=causal_conv1d cp=2 lengths=3+5 packed=yes layout=contiguous"
+    for rank in range(3):
+        with Worker(COMPILE_S, environment={**devices.environment("cpu"), **stand_in(rank, 3)}) as worker:
+            worker.ask(Compile(line))
+    assert file.with_suffix(".txt").read_text().splitlines() == [
+        "rank 0 of 2 has 4 of 8",
+        "rank 0 of 1 has 8 of 8",
+        "rank 1 of 2 has 4 of 8",
+    ]

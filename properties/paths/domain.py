@@ -178,7 +178,7 @@ class PathDomain(AnyDomain):
             (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
             (
-                not self.drawing.forms or not _compiles(case) or form_of(case) in self.drawing.forms,
+                not self.drawing.forms or not compiles(case) or form_of(case) in self.drawing.forms,
                 "its kernels are compiled for another form than those that this check draws",
             ),
             (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
@@ -236,8 +236,8 @@ def with_forms(domain: PathDomain, seed: int) -> PathDomain:
     return with_drawing(domain, forms=tuple(forms))
 
 
-def _compiles(case: ParallelCase) -> bool:
-    """Whether kernels of a case are compiled; in a layer, only those of flash-linear-attention are."""
+def compiles(case: ParallelCase) -> bool:
+    """Return whether kernels of a case are compiled; in a layer, only those of flash-linear-attention are."""
     return case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)
 
 

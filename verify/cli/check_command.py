@@ -175,6 +175,7 @@ class _Command:
         if not shard.whole and (options.climb or profile.climbs or options.strict_reach):
             what = "--strict-reach, which merge decides" if options.strict_reach else "cases that follow from the errors of others"
             raise ValueError(f"--shard {shard} excludes {what}")
+        simulated = spec in PATHS and not ranks
         self._options, self._out, self._sanitizer, self._launch, seed = options, out, sanitizer, launch, _seed(options, profile)
         self._store, examples = stored(options, out)
         # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
@@ -191,7 +192,8 @@ class _Command:
             climbs=options.climb or None,
             stop_at_first=options.stop,
             deadline_s=deadline_of(options),
-            compilers=0 if ranks or spec in PATHS else compilers_of(device),
+            compilers=0 if simulated or (launch and not launch.one_host) else compilers_of(device),
+            ranks=ranks or 0,
             known=options.known,
             until=until,
             shard=shard,

@@ -13,7 +13,7 @@ from properties.traces.domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import Plan, in_order
-from verify.engine.compilers import COMPILE_S, Compilers
+from verify.engine.compilers import COMPILE_S, Compiler, Compilers, OfRanks
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.engine.outside import ask_outside
 from verify.engine.power import by_power
@@ -31,7 +31,7 @@ from verify.process.messages import Describe
 from verify.process.outcome import Verdict
 from verify.process.reach import Reach
 from verify.process.worker import Worker, WorkerLost
-from verify.ranks.group import Answering
+from verify.ranks.group import Answering, stand_in
 
 WORKER_BYTES = 2**34  # of a GPU's memory for each worker; large cases take turns (verify/gpu/turns.py)
 
@@ -109,7 +109,7 @@ class Check:
         """The adapter's declarations. AdapterError if the adapter cannot be loaded."""
         if self.described is None:
             self.described = describe(self.settings.adapter, self.workers[0])
-            self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
+            self._compilers.versions(f"{self.described.versions}, {self.described.device}")
             self.defects = self.defects.on(self.described.device)
         return self.described
 
@@ -303,8 +303,15 @@ def _decided(law: LawCheck, act: Callable[[], LawReport]) -> LawReport:
         return law.failed(error)
 
 
-def _compilers(settings: Settings) -> Compilers:
+def _compilers(settings: Settings) -> Compiler:
     """The processes that compile kernels of drawn examples before these are run. Without a GPU there are none."""
-    workers = [Worker(COMPILE_S, environment=devices.environment(settings.device, place)) for place in range(settings.compilers)]
-    notes = Notes(settings.adapter if settings.adapter in BUILT_IN else "", settings.tune)
-    return Compilers(workers, Describe(settings.adapter), notes)
+    spec, device = settings.adapter, settings.device
+
+    def some(count: int, **words: str) -> Compilers:
+        workers = [Worker(COMPILE_S, environment={**devices.environment(device, place), **words}) for place in range(count)]
+        return Compilers(workers, Describe(spec), Notes(spec if spec in BUILT_IN else "", settings.tune))
+
+    if not settings.ranks:
+        return some(settings.compilers)
+    share = settings.compilers // settings.ranks
+    return OfRanks([some(share, **stand_in(rank, settings.ranks)) for rank in range(settings.ranks)])

@@ -8,7 +8,7 @@ kernels are in Triton's cache, where the worker finds them. Their answers are ig
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from properties.books import book_of
@@ -16,11 +16,12 @@ from properties.laws.far_views import is_far
 from properties.laws.history import order_of
 from properties.laws.law import Law
 from properties.palette import compile_cost, draw_palette, kernels_of, key_of
-from properties.paths.domain import PathDomain, with_forms
+from properties.paths.case import ParallelCase
+from properties.paths.domain import PathDomain, compiles, form_of, with_forms
 from properties.rules.domain import Domain
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
-from verify.engine.compilers import Compilation, Compilers, Need
+from verify.engine.compilers import Compiled, Compiler, Need
 from verify.engine.drawing import Enough, of_law
 from verify.engine.shard import WHOLE, Shard
 from verify.execution.line import Run
@@ -39,7 +40,7 @@ class Planned:
     """A law's examples, in order, and for each compile key and variant its compilation. `drawn`: those of other shards too."""
 
     examples: list[Example]
-    compiled: dict[Any, Compilation]
+    compiled: dict[Any, Compiled]
     drawn: list[Example] = dataclasses.field(default_factory=list)
 
     def wait(self, example: Example) -> None:
@@ -58,7 +59,7 @@ class Plan:
         seed: int,
         examples_of: Callable[[str], int],
         run_of: Callable[[str, Example], Run],
-        compilers: Compilers,
+        compilers: Compiler,
         *,
         adapter: str = "",
         device: str = "cuda",
@@ -114,23 +115,23 @@ class Plan:
             # tolerances can be computed in one call are neighbours.
             planned.drawn.sort(key=_order)
         planned.examples += [example for example in planned.drawn if self._shard.owns(self._run_of(name, example).everywhere)]
-        if self.palette is None:
+        if self.palette is None and not isinstance(self.domain, PathDomain):
             return planned
         first = dict[Any, Example]()
         for example in planned.examples:
             # Tensors that are far apart take gigabytes, which the checking worker needs.
-            if not is_far(example.variant) and _fuller(example, first.get(_key(example))):
+            if _compiles(example.case) and not is_far(example.variant) and _fuller(example, first.get(_key(example))):
                 first[_key(example)] = example
         for key, example in first.items():
             compilation = self._prepare(self._run_of(name, example))
             planned.compiled |= {} if compilation is None else {key: compilation}
         return planned
 
-    def _prepare(self, run: Run) -> Compilation | None:
+    def _prepare(self, run: Run) -> Compiled | None:
         left_out = self._defects.left_out(run)
         words = (run.law, run.products, run.tune, _key(run.example), *left_out)
         shared = not is_timed(run.tune)  # Triton's timing would be wrong beside others, and launches kernels
-        return self._compilers.prepare(Compile(str(run), left_out), key_of(run.example.case), *words, shared=shared)
+        return self._compilers.prepare(Compile(str(run), left_out), _family(run.example.case), *words, shared=shared)
 
     def await_known(self, run: Run) -> None:
         """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""
@@ -179,4 +180,21 @@ def _launches(example: Example) -> tuple[bool, bool]:
 
 
 def _key(example: Example) -> Any:
-    return kernels_of(example.case), example.variant, order_of(example)
+    """What has a compilation of its own.
+
+    Of a path, lengths count as far as Triton compiles for them: whether a rank's tokens and the sequences are one or divide by 16.
+    """
+    case = example.case
+    if not isinstance(case, ParallelCase):
+        return kernels_of(case), example.variant, order_of(example)
+    counts = len(case.tokens_of_ranks()[0]), len(case.lengths)
+    words = [getattr(case, name) for name in case.WORDS if name not in ("lengths", "gate", "values", "seed")]
+    return *words, *((count == 1, count % 16 == 0) for count in counts), example.variant
+
+
+def _family(case: Any) -> Hashable:
+    return form_of(case) if isinstance(case, ParallelCase) else key_of(case)
+
+
+def _compiles(case: Any) -> bool:
+    return compiles(case) if isinstance(case, ParallelCase) else True

@@ -6,7 +6,7 @@ import enum
 import threading
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from verify.gpu.compiled_keys import Notes
 from verify.process.messages import Compile, Question
@@ -48,6 +48,22 @@ class Compilation:
         self._done.set()
 
 
+class Compiled(Protocol):
+    """What a worker can wait for: a `Compilation`, or those of all ranks."""
+
+    need: Need
+
+    def wait(self) -> None: ...
+
+
+class Compiler(Protocol):
+    """What a plan asks to compile: `Compilers`, or those of all ranks."""
+
+    def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Compiled | None: ...
+    def close(self) -> None: ...
+    def versions(self, words: str) -> None: ...
+
+
 class Compilers:
     """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored.
 
@@ -76,6 +92,10 @@ class Compilers:
         if first is not None:
             for _ in self._workers:
                 self._pool.submit(self._ask, first)
+
+    def versions(self, words: str) -> None:
+        """Say what else the kernels depend on."""
+        self.notes.versions = words
 
     def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Compilation | None:
         """Have the kernels of a run compiled. `words` say what they depend on; for `shared` see `Compilation`.
@@ -147,3 +167,50 @@ class Compilers:
             with self._lock:
                 self._idle.append(worker)
         return False
+
+
+class _Together:
+    """The compilations of several ranks."""
+
+    def __init__(self, several: Sequence[Compilation]) -> None:
+        self._several = several
+
+    @property
+    def need(self) -> Need:
+        return max(one.need for one in self._several)
+
+    @need.setter
+    def need(self, need: Need) -> None:
+        for one in self._several:
+            one.need = need
+
+    def wait(self) -> None:
+        self.need = Need.BY_WORKER
+        for one in self._several:
+            one.wait()
+
+
+class OfRanks:
+    """Processes that compile ahead for ranks: the n-th of `ranks` has those that stand in for rank n.
+
+    A rank may launch other kernels than its neighbours: the first one gets no state, and the last one passes none on.
+    """
+
+    def __init__(self, ranks: Sequence[Compilers]) -> None:
+        self._ranks = ranks
+
+    def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> _Together | None:
+        """As `Compilers.prepare`, for every rank."""
+        prepared = [one.prepare(question, family, rank, *words, shared=shared) for rank, one in enumerate(self._ranks)]
+        compilations = [one for one in prepared if one is not None]
+        return _Together(compilations) if compilations else None
+
+    def close(self) -> None:
+        """End the processes."""
+        for one in self._ranks:
+            one.close()
+
+    def versions(self, words: str) -> None:
+        """As `Compilers.versions`."""
+        for one in self._ranks:
+            one.versions(words)

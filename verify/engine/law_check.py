@@ -48,7 +48,7 @@ class Settings:
     - `products`: how the implementation multiplies float32 matrices; None means what the adapter declares.
     - `climbs`: whether half of the cases are climbed for; None means what the profile says.
     - `deadline_s`: seconds after which a case counts as a hang.
-    - `compilers`: how many processes compile kernels ahead.
+    - `compilers`: how many processes compile kernels ahead; for a path on so many `ranks`, each stands in for one of them.
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
@@ -69,6 +69,7 @@ class Settings:
     stop_at_first: bool = False
     deadline_s: float = 120.0
     compilers: int = 0
+    ranks: int = 0
     skip: Collection[str] = ()
     until: float = math.inf
     under: str = ""

@@ -26,7 +26,7 @@ from verify.execution.judging import adapter_of, following, judged, on_device
 from verify.execution.line import Run
 from verify.execution.norms import norm_in, with_norm
 from verify.execution.outside import outside
-from verify.execution.paths import execute_path
+from verify.execution.paths import alone_on_rank, execute_path
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
 from verify.gpu.policies import is_timed
@@ -137,17 +137,24 @@ def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
 def compiled(run: Run) -> bool:
     """Compile every kernel that the run launches, and judge nothing. All processes then find the kernels in Triton's cache.
 
+    Of a path, these are the kernels of the rank that this process stands in for (`verify.ranks.group.stand_in`).
+
     Kernels that other processes compile come last, so that processes with the same kernels share the work. Returns whether kernels
     were launched. Triton's kernels are launched only where Triton chooses their configurations by time.
     """
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
-    assert isinstance(adapter, Adapter), run
-    bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
+
+    def bench() -> Any:
+        if isinstance(adapter, PathAdapter):
+            return alone_on_rank(run, adapter)
+        assert isinstance(adapter, Adapter), run
+        return Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
 
     def call(launching: contextlib.AbstractContextManager[None]) -> None:
         # An error here comes up again in the check, which reports it.
         with contextlib.suppress(Exception), following(run.tune), launching:
-            collections.deque(on_device(run.device, law.check(bench, run.example)), maxlen=0)
+            if (called := bench()) is not None:
+                collections.deque(on_device(called.law_device, law.check(called, run.example)), maxlen=0)
 
     if is_timed(run.tune):
         call(contextlib.nullcontext())

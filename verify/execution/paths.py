@@ -10,13 +10,14 @@ from properties.paths.case import ParallelCase
 from verify.adapters.base import PathAdapter
 from verify.bench import oracle_process
 from verify.bench.guards import poisoned
-from verify.bench.path_bench import RankBench, place_of
+from verify.bench.path_bench import RankBench, Unjudged, place_of
 from verify.execution.judge import NOTHING
 from verify.execution.judging import faulted, following, judged
 from verify.execution.line import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.collectives import Abandoned, Place, simulate
+from verify.ranks.group import join_alone
 from verify.ranks.merge import IDLE, left, merge_outcomes
 
 
@@ -55,6 +56,15 @@ def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = 
             outcome = Outcome(Verdict.HOLDS, reason=IDLE, idle=True) if place is None else on_rank(place)
     outcome.tuned = dict(used)
     return outcome
+
+
+def alone_on_rank(run: Run, adapter: PathAdapter) -> Unjudged | None:
+    """What calls the path as the rank that this process stands in for, alone; None if the rank has no part in the case."""
+    case = run.example.case
+    join_alone()
+    adapter.join(case.mesh)
+    place = place_of(case.mesh)
+    return None if place is None else Unjudged(adapter, case, place, dict, run.device)
 
 
 def _device(asked: str) -> str:

@@ -78,6 +78,25 @@ def join(how: Join) -> None:
     )
 
 
+def stand_in(rank: int, size: int) -> dict[str, str]:
+    """The environment of a process that stands in for a rank while others are absent (see `join_alone`)."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+
+
+def join_alone() -> None:
+    """Make this process a rank of a group without other processes. Each collective returns at once, with numbers of no meaning.
+
+    The rank and the size are those of the environment. A process that is a rank already stays what it is.
+    """
+    if torch.distributed.is_initialized():
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
 class Seat(Protocol):
     """The worker of one rank: a `Worker` of this process, or one under another supervisor (`_Remote`). See `Worker`."""
 
