@@ -25,7 +25,7 @@ from properties.paths.case import ParallelCase  # noqa: E402
 from properties.paths.domain import PathDomain, with_forms  # noqa: E402
 from properties.paths.laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
 from properties.words.example import Example  # noqa: E402
-from verify.engine.asking import BATCH, TRUTHS, ask, ask_all, describe  # noqa: E402
+from verify.engine.asking import ask, ask_all, describe, most_at_once  # noqa: E402
 from verify.engine.drawing import batches, seeded  # noqa: E402
 from verify.execution.line import Run  # noqa: E402
 from verify.findings.store import Store  # noqa: E402
@@ -66,7 +66,7 @@ def main() -> int:
     print(
         f"torch {torch.__version__}, {device}, " + (f"{options.ranks} ranks over {backend}" if options.ranks else "ranks simulated")
     )
-    store = Store()
+    store, place = Store(), "cuda" if backend == "nccl" else "cpu"
     alarms = 0
     with group:
         described = describe(options.adapter, group)
@@ -74,10 +74,8 @@ def main() -> int:
         assert isinstance(domain, PathDomain), options.adapter
 
         def run_of(law: str, example: Example) -> Run:
-            device = "cuda" if backend == "nccl" else "cpu"
-            return Run(
-                law, options.adapter, example, described.products_of(example, device), device, "1" if device == "cuda" else ""
-            )
+            tune = "1" if place == "cuda" else ""
+            return Run(law, options.adapter, example, described.products_of(example, place), place, tune)
 
         domain = with_forms(domain, options.seed) if backend == "nccl" else domain
         size = options.ranks or options.simulate
@@ -89,11 +87,11 @@ def main() -> int:
         report["first_verdict_s"] = time.perf_counter() - START
         print(f"  first verdict {report['first_verdict_s']:.1f} s after the command")
         fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
-        report["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, run_of, options, group, store, EXCHANGES)
+        report["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, run_of, options, group, store, place, EXCHANGES)
         few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
         quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
         on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **quick}
-        report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options, group, store)
+        report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options, group, store, place)
         if options.soundness:
             alarms = soundness(domain, run_of, options, group, store, report)
     record(options, backend, report)
@@ -131,6 +129,7 @@ def rate(
     options: argparse.Namespace,
     group: Answering,
     store: Store,
+    device: str,
     times: int = 1,
 ) -> dict[str, float]:
     """The number of cases and the cases per second of one law. All cases must hold or be blind.
@@ -139,7 +138,7 @@ def rate(
     """
     from properties.paths.domain import path_cases
 
-    most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
+    most = most_at_once(PATH_LAWS[law], group, device)
     done, start, warm = 0, 0.0, 0
     draw = functools.partial(seeded, path_cases(domain, **fixed), options.seed, times * (options.cases + WARM))
     for batch in batches(draw, most):

@@ -387,7 +387,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, 8, 1),
         ({"LOCAL_WORLD_SIZE": "4"}, 7, 0),
         ({"LOCAL_WORLD_SIZE": "4"}, 12, 2),
-        ({"LOCAL_WORLD_SIZE": "4"}, 64, 2),
+        ({"LOCAL_WORLD_SIZE": "4"}, 64, 4),
         ({"LOCAL_WORLD_SIZE": "4"}, None, 0),  # not Linux
         ({"LOCAL_WORLD_SIZE": "4", ORACLE_PROCESSES: "1"}, 1, 1),
         ({"LOCAL_WORLD_SIZE": "4", ORACLE_PROCESSES: "3"}, 1, 3),

@@ -24,7 +24,7 @@ from properties.rules.laws import LAWS
 from properties.words.example import Example
 from tests.together import for_each
 from verify.adapters.base import Adapter
-from verify.engine.asking import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
+from verify.engine.asking import BATCH, GPU_TRUTHS, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
@@ -390,10 +390,13 @@ def test_a_gpus_worker_gets_more_cases_at_once_where_bounds_are_made_together(la
     assert most_at_once(LAWS[law], Worker(), device) == most
 
 
-@pytest.mark.parametrize(("law", "most"), [("oracle", TRUTHS), ("future", BATCH)])
-def test_as_many_ranks_are_computed_as_are_short(law: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("law", "device", "most"),
+    [("oracle", "cpu", TRUTHS), ("oracle", "cuda", GPU_TRUTHS), ("future", "cpu", BATCH), ("future", "cuda", BATCH)],
+)
+def test_as_many_ranks_are_computed_as_are_short(law: str, device: str, most: int) -> None:
     ranks: Any = object()
-    assert most_at_once(LAWS[law], ranks, "cuda") == most
+    assert most_at_once(LAWS[law], ranks, device) == most
 
 
 def test_after_a_question_without_an_answer_every_run_is_a_question_of_its_own(tmp_path: pathlib.Path) -> None:

@@ -45,8 +45,8 @@ from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering
 
 # Runs in one question: BATCH where runs are short (exact laws on ranks, all laws on a GPU), TRUTHS for truth laws on ranks, whose
-# oracles take a while.
-BATCH, TRUTHS = 32, 4
+# oracles take a while, and GPU_TRUTHS for those on GPUs. At the end of a question a rank waits for its oracle processes.
+BATCH, TRUTHS, GPU_TRUTHS = 32, 4, 16
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
@@ -281,7 +281,8 @@ def most_at_once(law: Law, worker: Answering, device: str) -> int:
     and simulated ranks take longer and go one by one.
     """
     if not isinstance(worker, Worker):
-        return BATCH if law.kind == "exact" else TRUTHS
+        truths = GPU_TRUTHS if device == "cuda" else TRUTHS
+        return BATCH if law.kind == "exact" else truths
     if device == "cpu" or PATH_LAWS.get(law.name) is law:
         return 1
     return POOLED if law.name == POOLS else BATCH
