@@ -32,6 +32,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.RowsUpTo16: ("session", ""),
     wrong.RowsUpTo64: ("session", ""),
     wrong.HostCopyOfTheFirstSwap: ("ledger", ""),
+    wrong.DraftsOfTheLastEngine: ("history", "turns"),
     wrong.SavedStrides: ("recompute", "offloaded"),
     wrong.BiasWithTheWeight: ("recompute", "frozen"),
     wrong.ForgetsInitialStates: ("recompute", "twice"),

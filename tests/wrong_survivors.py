@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.traces.case import Sizes
+from properties.traces.case import Batch, Sizes
 from verify.adapters.gdn.pool import Progress
 from verify.zoo.base import Chunkwise, Serving
 from verify.zoo.modules import Conv, GatedNorm
@@ -144,6 +144,20 @@ class RowsUpTo64(RowsUpTo16):
     """Rows from the 65th on are not written."""
 
     most = 64
+
+
+class DraftsOfTheLastEngine(Serves):
+    """What a verification has computed is kept for its commit by the process, not by the engine."""
+
+    kept: ClassVar[list[Sequence[Progress]]] = [()]
+
+    def verify(self, batch: Batch) -> Tensor:
+        o = super().verify(batch)
+        self.kept[0] = self.drafted
+        return o
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        self.write(self.kept[0], accepted) if len(self.kept[0]) == len(accepted) else super().commit(accepted)
 
 
 # Moves of requests

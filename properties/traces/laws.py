@@ -168,7 +168,8 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """Judge a trace as `session` does, after or beside another one with other tokens.
 
     - `others`: another engine, with other parameters and perhaps another pool, plays its trace before.
-    - `turns`: the engines of both traces take turns, step by step.
+    - `turns`: the engines of both traces take turns, step by step. In a verification, the other one's step comes before the commit;
+      in a trace without one, the other one goes first.
     - `again`: the same engine plays the other trace before, and every request is freed.
     - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
     - `refused`: another engine gets a batch of requests that it has not admitted, before.
@@ -176,7 +177,6 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     case: TraceCase = example.case
     other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
     engine: Played | None = None
-    moments: Iterator[Moment] = iter(())
     if example.variant == "again":
         engine = bench.open(case.sizes())
         _exhaust(play(bench, other, engine=engine))
@@ -185,7 +185,8 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     elif example.variant == "turns":
         if not bench.domain.together:
             raise Blind("the domain has together=False")
-        moments = play(bench, other)
+        yield from judged(bench, case, _in_turns(bench, case, play(bench, other)))
+        return
     elif example.variant == "refused":
         bench.attempt(bench.open(other.sizes()), other.batch(other.plan[0]))
     else:
@@ -194,7 +195,7 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
         buffers: dict[Any, Any] | None = {} if example.variant == "refill" else None
         _exhaust(play(bench, other, engine=bench.open(other.sizes(), buffers=buffers)))
         engine = bench.open(case.sizes(), buffers=buffers)
-    yield from judged(bench, case, _in_turns(play(bench, case, engine=engine), moments))
+    yield from judged(bench, case, play(bench, case, engine=engine))
 
 
 def _other(domain: TraceDomain, case: TraceCase, *, pool: bool) -> TraceCase:
@@ -211,12 +212,18 @@ def _exhaust(moments: Iterator[Moment]) -> None:
         pass
 
 
-def _in_turns(moments: Iterator[Moment], others: Iterator[Moment]) -> Iterator[Moment]:
-    """Yield the moments of a trace. After each of them, another trace goes on by a step."""
-    next(others, None)
-    for moment in moments:
-        yield moment
+def _in_turns(bench: TraceBench, case: TraceCase, others: Iterator[Moment]) -> Iterator[Moment]:
+    """Yield the moments of a case. In each of its steps another trace goes on by a step."""
+
+    def go() -> None:
         next(others, None)
+
+    if first := not any(step.kind == "v" for step in case.plan):
+        go()
+    for moment in play(bench, case, between=(lambda: None) if first else go):
+        yield moment
+        if first or moment.step.kind != "v":
+            go()
 
 
 def _histories(domain: TraceDomain) -> tuple[str, ...]:

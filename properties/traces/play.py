@@ -130,12 +130,14 @@ def play(
     apart: bool = False,
     before: Callable[[Played], None] | None = None,
     engine: Played | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> Iterator[Moment]:
     """Play the trace of a case on `engine`, without it on a fresh one, and yield a moment for each step.
 
     `other` may have "drafts", "padding" and "free": rejected drafts, padding rows, or what slots hold that nobody owns, then have
     other numbers. With `apart`, every row of a batch is a call of its own, and padding rows are left out. `before` is called with
-    the engine before the first step. Breach if the engine has other owners than the trace.
+    the engine before the first step, and `between` between a verification and its commit. Breach if the engine has other owners
+    than the trace.
     """
     engine = bench.open(case.sizes(tagged=tagged)) if engine is None else engine
     if before is not None:
@@ -152,7 +154,7 @@ def play(
                 if any(step.rows[place].real for place in call):
                     drafts, padding = int("drafts" in other), int("padding" in other)
                     batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
-                    o = _process(engine, step, batch, [step.rows[place].accepted for place in call])
+                    o = _process(engine, step, batch, [step.rows[place].accepted for place in call], between)
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
         else:
             _change(engine, step)
@@ -174,10 +176,13 @@ def advance(engine: Played, case: TraceCase, step: Step) -> None:
     _process(engine, step, case.batch(step), [row.accepted for row in step.rows])
 
 
-def _process(engine: Played, step: Step, batch: Batch, accepted: Sequence[int]) -> Tensor:
+def _process(
+    engine: Played, step: Step, batch: Batch, accepted: Sequence[int], between: Callable[[], object] = lambda: None
+) -> Tensor:
     """Let an engine process a batch of a step, and return its outputs."""
     o = {"p": engine.prefill, "d": engine.decode, "s": engine.decode, "v": engine.verify}[step.kind](batch)
     if step.kind == "v":
+        between()
         engine.commit(accepted)
     return o
 
