@@ -128,6 +128,7 @@ _SGLANG_UTILS: Values = {
         async_h2d=_to_device,
         log_info_on_rank0=_nothing,
         get_bool_env_var=_is_set,
+        direct_register_custom_op=_nothing,
     ),
     "torch_release": lambda: Version(torch.__version__).release,
 }
@@ -144,8 +145,10 @@ _SGLANG: Mapping[str, Values] = {
     "sglang.srt.platforms": {"current_platform": _platform},
     # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
     "sglang.kernels.ops.kvcache.kvcache": {},
+    "sglang.jit_kernel.kvcache": {},  # its name before 0.5.19
     "sglang.kernels.ops.quantization.fp8_kernel": _constants(is_fp8_fnuz=is_fnuz),
-    "sglang.srt.layers.attention.dsa.utils": {},
+    "sglang.srt.layers.quantization.fp8_kernel": _constants(is_fp8_fnuz=is_fnuz),  # its name before 0.5.16
+    "sglang.srt.layers.attention.dsa.utils": _constants(aiter_can_use_preshuffle_paged_mqa=_never),
     "sglang.srt.layers.radix_attention": {},
     "sglang.srt.mem_cache.index_key_cache": {},
 }
