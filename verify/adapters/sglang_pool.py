@@ -24,6 +24,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.events import PADDING
 from verify.adapters.base import Engine, TraceAdapter
 from verify.adapters.serving import has_text, names
+from verify.adapters.sglang_pools import strays
 
 CHUNK = 64  # of the chunk kernels, and between places where a snapshot may be taken
 PADDING_ROWS = 8  # rows of a batch of drafts beside those of requests, for which the pool has room
@@ -345,8 +346,10 @@ class Pool(TraceAdapter):
     )
 
     def __init__(self) -> None:
+        lacks: dict[str, Any] = {"prefill_padding": False} if strays() else {}
         if has_text(_SCATTER, "def") and not has_text(_PLAN, "def build_prefill_track_plan("):
-            self.domain = dataclasses.replace(self.domain, events=tuple(event for event in self.domain.events if event != "save"))
+            lacks |= {"snapshots": (0,), "events": tuple(event for event in self.domain.events if event != "save")}
+        self.domain = dataclasses.replace(self.domain, **lacks)
 
     def bring(self) -> None:
         sglang()

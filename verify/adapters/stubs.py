@@ -240,6 +240,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.model_executor.layers.mamba.mamba_mixer2": {},
     "vllm.model_executor.layers.quantization": {},
     "vllm.model_executor.layers.quantization.auto_awq": {},
+    "vllm.model_executor.layers.quantization.awq_marlin": {},  # its name in 0.22.1
     "vllm.model_executor.layers.quantization.auto_gptq": {},
     "vllm.model_executor.layers.quantization.inc": {},
     "vllm.model_executor.model_loader.weight_utils": {},
@@ -249,6 +250,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.utils.hashing": {},
     "vllm.utils.mem_utils": {},
     "vllm.v1.core.kv_cache_metrics": {},
+    "vllm.v1.hisparse.runtime": {},
     "vllm.v1.request": {},
     "vllm.v1.utils": {},
     "vllm.v1.worker.workspace": {},
