@@ -132,7 +132,7 @@ def _begun_with_eps(x: Tensor, squares: Tensor, eps: float, total: Tensor, arith
     Squares that add up to more than eps err alike in both.
     """
     for run in arithmetic.in_order:
-        below = (0 < squares.narrow(arithmetic.axis, run, 1)) & (squares.narrow(arithmetic.axis, run, 1) < eps)
+        below = (squares.narrow(arithmetic.axis, run, 1) > 0) & (squares.narrow(arithmetic.axis, run, 1) < eps)
         if bool(below.any()):
             added = torch.full_like(below, eps, dtype=torch.float32)
             for channel in x.narrow(arithmetic.axis, run, 1).float().split(1, -1):

@@ -1,10 +1,14 @@
 """SGLang's GDN serving, driven event by event: its pool of states, its slot allocator and its Triton kernels.
 
-The calls and their order are those of SGLang 0.5.23. Releases from 0.5.13 on have the same calls, but for these: before 0.5.21,
-no module plans which of a prefill's states are kept in a snapshot, so there are no events `save`; before 0.5.16, one kernel
-scatters states and windows; before 0.5.23, the scatter kernels take no rows of their source. `GDNAttnBackend.forward_decode` and `forward_extend` are in
+The calls and their order are those of SGLang 0.5.23. `GDNAttnBackend.forward_decode` and `forward_extend` are in
 sglang/srt/layers/attention/linear/gdn_backend.py, `_forward_metadata`, the snapshots and `update_mamba_state_after_mtp_verify` in
 sglang/srt/layers/attention/hybrid_linear_attn_backend.py, the allocation of slots in sglang/srt/mem_cache/memory_pool.py.
+
+Releases from 0.5.13 on have the same calls, but for these:
+
+- Before 0.5.23, the kernels that commit drafts take no rows of their source. Before 0.5.16, one kernel commits states and windows.
+- Before 0.5.21, no module plans which states of a prefill go into snapshots, so none are taken.
+- Before 0.5.19, chunk kernels take no padding, so neither does a prefill.
 """
 
 import contextlib
