@@ -38,7 +38,7 @@ class Nearest(Arithmetic):
         return cls(1, EXACT, EXACT, EXACT, first=1, places=GATES, bits=bits)
 
     @property
-    def in_order(self) -> tuple[int, ...]:  # type: ignore[override]
+    def in_order(self) -> tuple[int, ...]:
         """Return no runs: what a sum errs by is no rounding of a place."""
         return ()
 
