@@ -231,6 +231,23 @@ class Recurrent(Adapter):
         return terms.cumsum(-2)[..., -1, :]
 
 
+class BeginsWithEps(Recurrent):
+    """The sum of squares of the L2 norm begins with eps, and squares are added to it one after another."""
+
+    eps = 1e-6
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.qk_norm:
+            x = x.replaced(q=self.normalised(x.q.float()), k=self.normalised(x.k.float()), qk_norm=False)
+        return super().run(x)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        total = torch.full_like(x[..., 0], self.eps)
+        for channel in x.unbind(-1):
+            total = total + channel.square()
+        return x * total.rsqrt().unsqueeze(-1)
+
+
 class Expanded(Recurrent):
     """The update as the paper expands it, S - beta k (k^T S) + beta k v^T: what is erased and what is written round apart."""
 

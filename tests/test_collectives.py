@@ -23,7 +23,7 @@ from verify.process.worker import NO_GPU
 from verify.ranks import collectives
 from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 
-KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "all_max")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 MESHES = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 5), (4, 1)])
 
@@ -56,6 +56,8 @@ def definition(kind: str, xs: list[Tensor]) -> list[Tensor]:
         return [torch.cat(blocks) for blocks in Network().all_to_all([list(x.tensor_split(size)) for x in xs])]
     if kind == "all_gather":
         return [torch.cat(xs)] * size
+    if kind == "all_max":
+        return [torch.stack(xs).amax(0)] * size
     total = torch.stack(xs).double().sum(0).to(xs[0].dtype)
     return list(total.tensor_split(size)) if kind == "reduce_scatter" else [total] * size
 
@@ -89,6 +91,13 @@ def test_half_precision_sums_round_once() -> None:
         assert torch.equal(total, torch.tensor([260.0, 4.0], dtype=torch.bfloat16))  # one by one, 256 + 1 stays 256
 
 
+@pytest.mark.parametrize("holder", range(3))
+def test_a_maximum_over_simulated_ranks_loses_nan_as_over_nccl(holder: int) -> None:
+    xs = [torch.tensor([torch.nan if rank == holder else 1.0, torch.inf if rank == holder else 0.0]) for rank in range(3)]
+    for largest in on("tp", lambda comm: comm.all_max(xs[comm.rank]), 3, 1):
+        assert torch.equal(largest, torch.tensor([1.0, torch.inf]))
+
+
 def test_results_are_the_rank_s_own_memory() -> None:
     xs = [tagged(number, (4, 2)) for number in range(2)]
 
@@ -117,8 +126,9 @@ def test_traffic_counts_calls_and_what_leaves_the_rank() -> None:
         return dict(comm.traffic.calls), dict(comm.traffic.sent_bytes)
 
     for calls, sent in on("cp", work, 2, 4):
-        assert calls == {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
-        assert sent == {"all_to_all": 3 * 2 * 12 + 3 * 2, "all_gather": 3 * 96, "reduce_scatter": 3 * 24, "all_reduce": 2 * 3 * 24}
+        assert calls == {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 1, "all_max": 1}
+        blocks = {"all_to_all": 3 * 2 * 12 + 3 * 2, "all_gather": 3 * 96, "reduce_scatter": 3 * 24}
+        assert sent == blocks | {"all_reduce": 2 * 3 * 24, "all_max": 2 * 3 * 24}
     network = Network()
     network.all_to_all([list(torch.zeros(8, 3).tensor_split(4))] * 4)
     assert network.sent_bytes == 4 * 3 * 2 * 12

@@ -186,6 +186,10 @@ def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
     assert defect.title.startswith("fla/chunk with fla-core 0.6.0")
     assert not resembling(run, "dk")
     assert not resembling(run, error=5.0)
+    broken = Outcome(Verdict.BROKEN, [Finding("dg", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])
+    assert "dtype" in defect.where
+    assert defects.resembling(run, broken, ["values=ordinary", "packed=yes"]) == [defect]
+    assert not defects.resembling(run, broken, ["values=ordinary", "dtype=fp32"])  # then half precision is not the reason
     exact = Outcome(Verdict.BROKEN, [Finding("dg", FailureKind.OFF, "is off", error=2.0)])
     assert resembling(dataclasses.replace(run, law="recompute"))
     assert not defects.resembling(dataclasses.replace(run, law="recompute"), exact)

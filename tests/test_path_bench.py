@@ -27,6 +27,7 @@ from verify.engine.shrink import shrink
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.ranks import collectives
 from verify.ranks.collectives import Alone, Place, simulate
 from verify.zoo import wrong_paths as paths
 
@@ -62,6 +63,8 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     paths.CannotBeBuiltWithCp: ("parallel",),
     paths.LosesTheSecondChunk: ("parallel",),
     paths.SecondChunkEndsEarly: ("parallel",),
+    paths.SkipsOnTheLargestNorm: ("skipped",),
+    paths.ClipsByAHalfNorm: ("clipped",),
     wrong_ranks.AddsFromItself: ("replicas",),
     wrong_ranks.RoundsByRank: ("replicas",),
     wrong_ranks.OverwritesTheGradient: ("accumulated",),
@@ -142,6 +145,41 @@ def test_a_killing_case_is_shrunk_small(mutant: type[PathAdapter], law: str) -> 
     assert small.example == smallest[0]
     assert is_small(), line
     assert str(Run.parse(line)) == line
+
+
+def _added_at_each_hop(xs: torch.Tensor) -> torch.Tensor:
+    """The sum along axis 0 as rings of NCCL and gloo add it: block by block from another rank on, rounded at each hop."""
+    blocks = [block.roll(-turn, 0) for turn, block in enumerate(xs.reshape(len(xs), -1).tensor_split(len(xs), 1))]
+    return torch.cat([functools.reduce(torch.add, block) for block in blocks], -1).view(xs.shape[1:])
+
+
+@pytest.mark.parametrize("law", ["clipped", "skipped", "replicas", "parallel", "same"])
+@pytest.mark.slow_after_first
+def test_right_paths_hold_if_sums_over_ranks_round_at_each_hop(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = torch.tensor([[1.0], [2**-8], [2**-8], [2**-8]], dtype=torch.bfloat16).expand(4, 4)
+    assert _added_at_each_hop(ones).tolist() == [1.0, 1.015625, 1.015625, 1.0]  # where the ring begins matters
+    monkeypatch.setattr(collectives, "_added", _added_at_each_hop)
+    examples = [example for example in drawn(law) if example.case.tp * example.case.cp > 1]
+    for example in sorted(examples, key=lambda example: example.case.dtype != "bf16")[:8]:
+        outcome = execute(Run(law, "gdn/layer", example))
+        assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (str(example), outcome)
+
+
+@pytest.mark.parametrize(("mutant", "law"), [(paths.SkipsOnTheLargestNorm, "skipped"), (paths.ClipsByAHalfNorm, "clipped")])
+@pytest.mark.slow_after_first
+def test_one_law_alone_sees_a_wrong_optimizer_step(mutant: type[PathAdapter], law: str) -> None:
+    for other in ("clipped", "skipped", "replicas", "accumulated", "parallel"):
+        broken = [
+            example for example in drawn(other)[:8] if execute(Run(other, spec_of(mutant), example)).verdict is Verdict.BROKEN
+        ]
+        assert bool(broken) is (other == law), (other, list(map(str, broken)))
+
+
+@pytest.mark.parametrize("law", ["clipped", "skipped"])
+@pytest.mark.slow_after_first
+def test_right_optimizer_steps_hold(law: str) -> None:
+    for example in drawn(law):
+        assert execute(Run(law, "gdn/layer", example)).verdict is Verdict.HOLDS, str(example)
 
 
 @pytest.mark.parametrize("law", ["replicas", "accumulated", "parallel"])
@@ -259,7 +297,7 @@ ON_TWO = dataclasses.replace(DOMAIN, ranks=2, exchange_ranks=2, saves=True)
 def test_two_ranks_share_tensors_as_often_as_tokens_and_laws_about_exchanges_mostly_share_tokens(law: str) -> None:
     cases: list[ParallelCase] = []
     seeded(PATH_LAWS[law].draw(ON_TWO), 4, 400, lambda example: cases.append(example.case))
-    if law == "replicas":  # it is about ranks that share tensors
+    if law in ("replicas", "clipped", "skipped"):  # they are about ranks that share tensors
         assert {(case.tp, case.cp) for case in cases} == {(2, 1)}
         return
     assert {(case.tp, case.cp) for case in cases} == {(2, 1), (1, 2)}

@@ -37,6 +37,11 @@ class Nearest(Arithmetic):
         """Return the arithmetic in which gates and beta that are computed inside have so many bits."""
         return cls(1, EXACT, EXACT, EXACT, first=1, places=GATES, bits=bits)
 
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """Return no runs: what a sum errs by is no rounding of a place."""
+        return ()
+
     def choice(self, x: Tensor) -> Tensor:
         """Return 0: of two ways, the one that decays V' and not k."""
         return x.new_zeros([1] * x.ndim)

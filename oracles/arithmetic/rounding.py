@@ -36,6 +36,7 @@ BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 # cut off has one sign, however, so that it adds up in sums of terms of one sign. In one run of CUTTING, operands are smaller
 # by that average, too. In each place it is a third, as an operand passes several places; tests/test_tf32.py says what this gives.
 TF32_BITS = 10
+# `in_order` has the same runs.
 CUT, CUTTING = 0.72 * 2.0**-11 / 3, 16
 SINGLE = 24
 EXACT = 53
@@ -308,6 +309,11 @@ class Arithmetic:
     def _left(self) -> tuple[float, ...]:
         """What is left of an operand of a TF32 product in each run: less than 1 where the run cuts (see CUT)."""
         return tuple(1.0 - CUT if run % CUTTING == 1 else 1.0 for run in range(self.first, self.first + self.runs))
+
+    @functools.cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """The indices along `axis` of the runs that add a sum term by term in float32, where the order gives errors of one sign."""
+        return tuple(run - self.first for run in range(self.first, self.first + self.runs) if run % CUTTING == 1)
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
         """Return x times `by`, rounded as a stored value."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from oracles import parallel
+from oracles import parallel, sharding
 from oracles.arithmetic.counter import integers, mix_number
 from oracles.arithmetic.rounding import BITS
 from oracles.conv import CAUSAL_CONV1D
@@ -46,7 +46,7 @@ MOST_WIDTH = 1024  # of heads, K and V
 _CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
 _STREAMS = (
     *("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias"),
-    *("decay_proj", "gate_proj", "gate_bias", "channel_bias"),
+    *("decay_proj", "gate_proj", "gate_bias", "channel_bias", "gradients"),
 )
 
 
@@ -285,6 +285,17 @@ class ParallelCase(Line):
             return {"y": self._uniform("dy", (*self.batch, self.value_heads * self.value_dim), device)}
         found = self.call().cotangents(device)
         return {"o": found["o"]} | ({"final_state": 0 * found["final_state"]} if self.final_state else {})
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return random gradients of the whole parameters of a GDN layer, by name, in float32.
+
+        They are up to 64, so that their norm is far above what an implementation adds to it before a division (torch 1e-6).
+        """
+        about = sharding.parameters(self.layer)
+        names = [name for name in about if self.conv_bias or name != "conv.bias"]
+        sizes = [math.prod(about[name].shape) for name in names]
+        parts = (64 * self._uniform("gradients", (sum(sizes),), None, "fp32")).split(sizes)
+        return {name: part.view(about[name].shape) for name, part in zip(names, parts, strict=True)}
 
     def tagged(self, shape: tuple[int, ...], device: str | None = None) -> Tensor:
         """Return distinct whole numbers in float32, which are exact for up to 2^24 of them; ValueError for more."""

@@ -101,6 +101,10 @@ class PathDomain(AnyDomain):
     """Whether it writes a checkpoint that ranks of another mesh load."""
     steps: bool = False
     """Whether its own training step adds the gradients of parameters over the ranks."""
+    clips: bool = False
+    """Whether it clips the gradients of an optimizer step to a norm, which is that of all ranks together."""
+    skips: bool = False
+    """Whether every rank skips an optimizer step in which a gradient on any rank is not finite."""
     recomputes: Annotated[bool, flag("recompute")] = False
     """Whether it can compute activations again in backward."""
     deterministic: Annotated[bool, flag("deterministic")] = True

@@ -6,6 +6,7 @@ the same order on every rank, so its decisions may depend only on the example.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles import parallel, sharding
+from oracles.arithmetic.rounding import SINGLE
 from oracles.layer import Layer
 from oracles.operation import Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
-from oracles.tolerance.bound import Bound
+from oracles.tolerance.allowance import KAPPA
+from oracles.tolerance.bound import ORIGIN, Bound
 from properties.laws.history import other_kinds, rotated
 from properties.laws.law import Blind, Breach, Cotangents, Law, Pair, Results, all_variants, either, with_others
 from properties.paths.case import CHOICES, ParallelCase
@@ -32,6 +35,8 @@ from properties.words.example import Example
 
 WAYS = ("heads", "tokens")
 ILLEGAL = tuple(JUDGED)
+NUMBERS = ("finite", "nan", "inf")
+LEAST = 2.0**-100  # an error of a gradient of zero, which has none of its own
 HISTORIES = ("others", "refill", "freed", "gradients", "refused", "alone")
 
 
@@ -67,6 +72,9 @@ class PathBench(Protocol):
 
         Each micro-batch has a forward and a backward of its own, and adds its gradients to what the tensors' own `grad` holds.
         """
+
+    def clipped(self, whole: Results, limit: float) -> Results | None:
+        """Return this rank's part of the whole gradients, clipped to the norm `limit`; None if the rank skips the step."""
 
     def of_first(self, x: Tensor) -> Tensor:
         """Return what the first TP rank has in place of x."""
@@ -310,6 +318,45 @@ def _times(bound: Bound, factor: int) -> Bound:
     )
 
 
+def _clipped(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """Gradients whose norm is over the limit are scaled to it, and others stay what they are.
+
+    Both are products with a factor that depends on a sum of squares in float32, over all gradients and then over ranks.
+    """
+    whole = example.case.gradients()
+    norm = math.sqrt(sum(float(x.double().square().sum()) for x in whole.values()))
+    unit = KAPPA * 2.0**-SINGLE
+    for what, factor, error in (
+        ("clipped to a third of their norm", 1 / 3, unit * math.sqrt(sum(x.numel() for x in whole.values()))),
+        ("whose norm is half the limit", 2.0, unit),
+    ):
+        if (found := bench.clipped(whole, factor * norm)) is None:
+            raise Breach(f"skips a step with finite gradients, {what}")
+        for name, x in found.items():
+            own = sharding.shard(example.case.layer, name, whole[name], bench.rank, AT_REST).value
+            value = min(factor, 1.0) * own.double()
+            yield Pair(gradient_name(name), what, x, Bound(value, error * value.abs() + LEAST, ORIGIN))
+
+
+def _skipped(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """A number of one TP rank alone is not finite; which one of its parameters and numbers is drawn by the seed."""
+    case = example.case
+    whole, holder = case.gradients(), Rank(case.mesh, case.seed % case.tp)
+    if example.variant != "finite":
+        cut = [name for name, about in sharding.parameters(case.layer).items() if "tp" in about.at_rest and name in whole]
+        name = cut[case.seed // case.tp % len(cut)]
+        rows = sharding.rows(case.layer, name, holder, AT_REST)
+        row = whole[name].narrow(sharding.parameters(case.layer)[name].axis, int(rows[case.seed % len(rows)]), 1)
+        row[(0,) * row.ndim].fill_(float(example.variant or "nan"))
+    skips = bench.clipped(whole, 1.0) is None
+    counted = bench.from_every_rank("skips" if skips else "").count("skips")
+    want = 0 if example.variant == "finite" else case_ranks(case)
+    what = (
+        "that skip a step with finite gradients" if not want else f"that skip a step with {example.variant} on tp rank {holder.tp}"
+    )
+    yield Pair("ranks", what, torch.tensor([counted]), torch.tensor([want]))
+
+
 def _earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     """Judge a call that comes after other calls on the same ranks, as if it came first.
 
@@ -393,6 +440,15 @@ def _with_tp(domain: PathDomain) -> tuple[tuple[int, int], ...]:
     meshes = [(tp, cp) for tp in every for cp in range(1, domain.ranks // tp + 1 if domain.context_parallel else 2)]
     more = [mesh for mesh in meshes if mesh[0] > 2]
     return tuple(meshes + more)
+
+
+def _sharing_heads(domain: PathDomain) -> str | None:
+    return None if domain.tensor_parallel and domain.ranks > 1 else "no ranks share the heads"
+
+
+def _of_gradients(domain: PathDomain) -> st.SearchStrategy[ParallelCase]:
+    """Return cases whose ranks share heads. No layer runs, and gradients are in float32 whatever the dtype is."""
+    return path_cases(domain, tokens=16, sp=False, mesh=_with_tp(domain), dtype=_plainest(domain), **_QUICK)
 
 
 def _many(domain: PathDomain) -> PathDomain:
@@ -614,10 +670,7 @@ PATH_LAWS: dict[str, Law] = {
             "TP ranks that hold the same output, or the same gradient of hidden states, hold the same bits",
             lambda domain: _paths(path_cases(domain, tokens=40, sp=False, mesh=_with_tp(domain), **_IN_TORCH)),
             _replicas,
-            lambda domain: (
-                _needs_layer(computes=True, replicas=True)(domain)
-                or (None if domain.tensor_parallel and domain.ranks > 1 else "no ranks share the heads")
-            ),
+            lambda domain: _needs_layer(computes=True, replicas=True)(domain) or _sharing_heads(domain),
             lacks=lambda case, _: None if case.tp > 1 and not case.sp else "tp over 1 and sp=no",
         ),
         Law(
@@ -628,6 +681,25 @@ PATH_LAWS: dict[str, Law] = {
             _accumulated,
             _needs(computes=True, backward=True, steps=False),
             lacks=lambda case, _: None if case.backward else "backward=yes",
+        ),
+        Law(
+            "clipped",
+            "truth",
+            "gradients are clipped to their norm over all ranks, and are left alone if it is below the limit",
+            lambda domain: _paths(_of_gradients(domain)),
+            _clipped,
+            lambda domain: _needs_layer(clips=True)(domain) or _sharing_heads(domain),
+            lacks=lambda case, _: None if case.tp > 1 else "tp over 1",
+        ),
+        Law(
+            "skipped",
+            "exact",
+            "every rank skips a step in which a gradient on any rank is not finite, and no other step",
+            lambda domain: _paths(_of_gradients(domain), lambda case: NUMBERS),
+            _skipped,
+            lambda domain: _needs_layer(skips=True)(domain) or _sharing_heads(domain),
+            variants=NUMBERS,
+            lacks=lambda case, _: None if case.tp > 1 else "tp over 1",
         ),
         Law(
             "earlier",  # not `history`: a line with op=gdn_layer and that law is one of layers

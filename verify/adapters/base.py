@@ -144,6 +144,15 @@ class PathAdapter(Implementation):
         """
         raise NotImplementedError
 
+    def clipped(self, gradients: dict[str, Tensor], layer: Layer, limit: float, place: Place) -> dict[str, Tensor] | None:
+        """Return this rank's gradients as its optimizer takes them, or None if it skips the step.
+
+        `gradients` are those of this rank's shards by name, in float32, already added over the ranks that share them; they may be
+        changed in place. If the norm of all gradients of the layer, on all ranks, is over `limit`, they are scaled to this norm.
+        Needed if the domain has clips=True or skips=True.
+        """
+        raise NotImplementedError
+
     def move(
         self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]
     ) -> Tensor:

@@ -21,6 +21,7 @@ from verify.adapters.padding import padding_mask
 MASK = (("mask", ("none", "ones")),)  # a mask of ones, which excludes no token; it may stand beside cu_seqlens
 SWISH = (("swish", SWITCH),)  # FLA's norm has a branch for each of the names swish and silu of one function
 ALWAYS_SHORT = "mode = 'fused_recurrent' if q_len <= 64 else self.mode"  # before 0.4.2 also in training, which then fails
+SHORT_IN_EVAL = "if (q_len <= 64 and not self.training) else self.mode"  # before 0.6.0, also with gradients, which then fails
 SHORT = 64  # tokens
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -59,8 +60,11 @@ class Layer(Adapter):
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x), _cache(x)
-        if has_text(self.source, ALWAYS_SHORT) and x.hidden.shape[1] <= SHORT and (module.training or x.hidden.requires_grad):
+        graded, short = x.hidden.requires_grad, x.hidden.shape[1] <= SHORT
+        if short and (module.training or graded) and has_text(self.source, ALWAYS_SHORT):
             raise Lacking(f"this release of FLA trains on more than {SHORT} tokens at a time")
+        if short and graded and not module.training and has_text(self.source, SHORT_IN_EVAL):
+            raise Lacking(f"this release of FLA has a backward of up to {SHORT} tokens in training alone")
         parameters = self.parameters(x.layer, x)
         mask = padding_mask(x, x.hidden)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}

@@ -158,6 +158,7 @@ LIBRARIES = {
                     for name in ("fused_sigmoid_gating_recurrent", "fused_gdn_gating")
                 ),
                 _SGLANG_FLA,
+                ("sglang.kernels.ops.attention.triton_gdn_fused_proj", "sglang.jit_kernel.triton.gdn_fused_proj"),
                 ("sglang.kernels.ops.mamba", "sglang.srt.layers.attention.mamba"),
             ),
         ),

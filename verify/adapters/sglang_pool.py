@@ -3,8 +3,16 @@
 The calls and their order are those of SGLang 0.5.23. `GDNAttnBackend.forward_decode` and `forward_extend` are in
 sglang/srt/layers/attention/linear/gdn_backend.py, `_forward_metadata`, the snapshots and `update_mamba_state_after_mtp_verify` in
 sglang/srt/layers/attention/hybrid_linear_attn_backend.py, the allocation of slots in sglang/srt/mem_cache/memory_pool.py.
+
+Releases from 0.5.13 on have the same calls, but for these:
+
+- Before 0.5.23, the kernels that commit drafts take no rows of their source. Before 0.5.16, one kernel commits states and windows.
+- Before 0.5.21, no module plans which states of a prefill go into snapshots, so none are taken.
+- Before 0.5.19, chunk kernels take no padding, so neither does a prefill.
 """
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import types
@@ -13,40 +21,66 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
 from properties.traces.events import PADDING
 from verify.adapters.base import Engine, TraceAdapter
-from verify.adapters.serving import names
+from verify.adapters.serving import has_text, names
+from verify.adapters.sglang_pools import strays
 
 CHUNK = 64  # of the chunk kernels, and between places where a snapshot may be taken
 PADDING_ROWS = 8  # rows of a batch of drafts beside those of requests, for which the pool has room
 _BLOCK = 1024  # as the wrappers of the scatter kernels choose it
 
 
+_SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
+_PLAN = "sglang.srt.layers.attention.mamba.prefill_track_metadata"
+# Names that only newer releases have.
+NEWER = {
+    _SCATTER: (
+        "_fused_conv_window_scatter_with_mask_kernel",
+        "_prepare_src_rows",
+        "scatter_mamba_states_after_mtp_verify",
+        "track_mamba_states_if_needed",
+    ),
+    _PLAN: ("build_prefill_track_plan",),
+}
+
+
 @functools.cache
 def sglang() -> types.SimpleNamespace:
-    """Return the names that the engine uses. ImportError, in one line, says what is missing."""
-    return names(
+    """Return the names that the engine uses, None for those of NEWER that are not there.
+
+    ImportError, in one line, says what else is missing.
+    """
+    newer = {place: [name for name in found if has_text(place, f"def {name}(")] for place, found in NEWER.items()}
+    none = dict.fromkeys(itertools.chain(*NEWER.values()))
+    found = names(
         {
             "sglang.kernels.ops.attention.linear.fused_gdn_gating": ("fused_gdn_gating",),
             "sglang.kernels.ops.attention.triton_gdn_fused_proj": ("fused_qkv_split_gdn_prefill",),
             "sglang.kernels.ops.mamba.causal_conv1d_triton": ("causal_conv1d_fn", "causal_conv1d_update"),
-            "sglang.kernels.ops.mamba.mamba_state_scatter_triton": (
-                "_fused_conv_window_scatter_with_mask_kernel",
-                "_fused_mamba_state_scatter_with_mask_kernel",
-                "_prepare_src_rows",
-                "scatter_mamba_states_after_mtp_verify",
-                "track_mamba_states_if_needed",
-            ),
+            _SCATTER: ("_fused_mamba_state_scatter_with_mask_kernel", "fused_mamba_state_scatter_with_mask", *newer[_SCATTER]),
             "sglang.srt.configs.mamba_utils": ("Mamba2CacheParams", "Mamba2StateDType", "Mamba2StateShape"),
             "sglang.srt.layers.attention.linear.kernels.gdn_triton": ("TritonGDNKernel",),
-            "sglang.srt.layers.attention.mamba.prefill_track_metadata": ("build_prefill_track_plan",),
+            **({_PLAN: newer[_PLAN]} if newer[_PLAN] else {}),
             "sglang.srt.mem_cache.allocator.mamba": ("MambaSlotAllocator",),
             "sglang.srt.mem_cache.memory_pool": ("MambaPool",),
         }
     )
+    return types.SimpleNamespace(**{**none, **vars(found)})
+
+
+class _OfCuda(TorchFunctionMode):
+    """Puts on the CPU what is to be made on "cuda": before 0.5.21, `MambaPool` names it for the buffers of drafts."""
+
+    def __torch_function__(self, function: Any, kinds: Any, arguments: Any = (), words: Any = None) -> Any:
+        words = dict(words or {})
+        if words.get("device") == "cuda":
+            words["device"] = "cpu"
+        return function(*arguments, **words)
 
 
 class MambaEngine(Engine):
@@ -67,14 +101,15 @@ class MambaEngine(Engine):
             conv_kernel=sizes.width,
         )
         dtypes = library.Mamba2StateDType(conv=sizes.dtype, temporal=sizes.state_dtype)
-        self.pool = library.MambaPool(
-            size=sizes.slots,
-            spec_state_size=sizes.slots + PADDING_ROWS,
-            cache_params=library.Mamba2CacheParams(shape=shape, layers=[0], dtype=dtypes),
-            mamba_layer_ids=[0],
-            device=str(device),
-            speculative_num_draft_tokens=sizes.drafts,
-        )
+        with _OfCuda() if device.type == "cpu" else contextlib.nullcontext():
+            self.pool = library.MambaPool(
+                size=sizes.slots,
+                spec_state_size=sizes.slots + PADDING_ROWS,
+                cache_params=library.Mamba2CacheParams(shape=shape, layers=[0], dtype=dtypes),
+                mamba_layer_ids=[0],
+                device=str(device),
+                speculative_num_draft_tokens=sizes.drafts,
+            )
         self.allocator = library.MambaSlotAllocator(sizes.slots, str(device))
         self.kernel = library.TritonGDNKernel()
         self.cache = self.pool.mamba2_layer_cache(0)
@@ -249,14 +284,22 @@ class MambaEngine(Engine):
         assert self.rows is not None, "commit comes after verify"
         steps = torch.tensor([count - 1 for count in accepted], dtype=torch.int32, device=self.device)
         caches = self.pool.get_speculative_mamba2_params_all_layers()
+        library = sglang()
+        of_states = library._fused_mamba_state_scatter_with_mask_kernel
+        of_windows = library._fused_conv_window_scatter_with_mask_kernel
+        states, windows = (caches.temporal, caches.intermediate_ssm), (caches.conv[0], caches.intermediate_conv_window[0])
         if self.device.type != "cpu":
-            sglang().scatter_mamba_states_after_mtp_verify(caches, self.rows, steps, None, None)
+            if library.scatter_mamba_states_after_mtp_verify is not None:
+                library.scatter_mamba_states_after_mtp_verify(caches, self.rows, steps, None, None)
+                return
+            for target, buffer in (states, windows):
+                library.fused_mamba_state_scatter_with_mask(target, buffer, self.rows, steps)
             return
         # The wrappers refuse tensors of a CPU; their kernels do not. The arguments are those of the wrappers.
-        source = sglang()._prepare_src_rows(None, steps)
-        for target, buffer, kernel, inner in (
-            (caches.temporal, caches.intermediate_ssm, sglang()._fused_mamba_state_scatter_with_mask_kernel, ()),
-            (caches.conv[0], caches.intermediate_conv_window[0], sglang()._fused_conv_window_scatter_with_mask_kernel, (3, 4)),
+        source = () if library._prepare_src_rows is None else (library._prepare_src_rows(None, steps),)
+        for (target, buffer), kernel, inner in (
+            (states, of_states, ()),
+            (windows, of_windows or of_states, (3, 4) if of_windows else ()),
         ):
             numbers = target[0, 0].numel()
             sizes: list[Any] = [numbers, *([target.shape[3]] if inner else [])]
@@ -265,7 +308,7 @@ class MambaEngine(Engine):
                 target,
                 self.rows,
                 steps,
-                source,
+                *source,
                 *sizes,
                 *(buffer.stride(axis) for axis in (0, 1, 2, *inner)),
                 *(target.stride(axis) for axis in (0, 1)),
@@ -291,7 +334,7 @@ class Pool(TraceAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = CHUNK
-    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.23"}
+    requires: ClassVar[dict[str, str]] = {"sglang": "0.5.13"}
     domain = TraceDomain(
         events=("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free"),
         dtypes=("bf16",),
@@ -305,6 +348,12 @@ class Pool(TraceAdapter):
         indices=("int32",),
         most_padding=PADDING_ROWS,
     )
+
+    def __init__(self) -> None:
+        lacks: dict[str, Any] = {"prefill_padding": False} if strays() else {}
+        if has_text(_SCATTER, "def") and not has_text(_PLAN, "def build_prefill_track_plan("):
+            lacks |= {"snapshots": (0,), "events": tuple(event for event in self.domain.events if event != "save")}
+        self.domain = dataclasses.replace(self.domain, **lacks)
 
     def bring(self) -> None:
         sglang()

@@ -133,10 +133,14 @@ class VerifyHalf(Verify):
 
 
 def without_padding(domain: PoolDomain) -> PoolDomain:
-    """Return the domain of chunk kernels. Before 0.5.19 they read and write before the pool where a request is padding."""
+    """Return the domain of chunk kernels, which may not take padding."""
+    return dataclasses.replace(domain, padding_slots=()) if strays() else domain
+
+
+def strays() -> bool:
+    """Whether chunk kernels read and write before the pool where a request is padding, as they did before 0.5.19."""
     module = f"{OPS}.fla.chunk_delta_h"
-    strays = has_text(module, "initial_state_indices") and not has_text(module, "valid_state")
-    return dataclasses.replace(domain, padding_slots=()) if strays else domain
+    return has_text(module, "initial_state_indices") and not has_text(module, "valid_state")
 
 
 def _by_request(parents: Tensor, lengths: Tensor) -> Tensor:

@@ -128,6 +128,7 @@ _SGLANG_UTILS: Values = {
         async_h2d=_to_device,
         log_info_on_rank0=_nothing,
         get_bool_env_var=_is_set,
+        direct_register_custom_op=_nothing,
     ),
     "torch_release": lambda: Version(torch.__version__).release,
 }
@@ -144,8 +145,10 @@ _SGLANG: Mapping[str, Values] = {
     "sglang.srt.platforms": {"current_platform": _platform},
     # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
     "sglang.kernels.ops.kvcache.kvcache": {},
+    "sglang.jit_kernel.kvcache": {},  # its name before 0.5.19
     "sglang.kernels.ops.quantization.fp8_kernel": _constants(is_fp8_fnuz=is_fnuz),
-    "sglang.srt.layers.attention.dsa.utils": {},
+    "sglang.srt.layers.quantization.fp8_kernel": _constants(is_fp8_fnuz=is_fnuz),  # its name before 0.5.16
+    "sglang.srt.layers.attention.dsa.utils": _constants(aiter_can_use_preshuffle_paged_mqa=_never),
     "sglang.srt.layers.radix_attention": {},
     "sglang.srt.mem_cache.index_key_cache": {},
 }
@@ -237,6 +240,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.model_executor.layers.mamba.mamba_mixer2": {},
     "vllm.model_executor.layers.quantization": {},
     "vllm.model_executor.layers.quantization.auto_awq": {},
+    "vllm.model_executor.layers.quantization.awq_marlin": {},  # its name in 0.22.1
     "vllm.model_executor.layers.quantization.auto_gptq": {},
     "vllm.model_executor.layers.quantization.inc": {},
     "vllm.model_executor.model_loader.weight_utils": {},
@@ -246,6 +250,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.utils.hashing": {},
     "vllm.utils.mem_utils": {},
     "vllm.v1.core.kv_cache_metrics": {},
+    "vllm.v1.hisparse.runtime": {},
     "vllm.v1.request": {},
     "vllm.v1.utils": {},
     "vllm.v1.worker.workspace": {},

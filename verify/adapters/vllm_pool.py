@@ -156,7 +156,7 @@ class BlockEngine(Engine):
             value_dim=sizes.value_heads * sizes.value_dim,
             kv_cache=self.cache,
             # As in ChunkGatedDeltaRule.forward_native.
-            chunk_gated_delta_rule=lambda aiter_prefill_metadata, **words: vllm().chunk_gated_delta_rule(**words),
+            chunk_gated_delta_rule=lambda aiter_prefill_metadata=None, **words: vllm().chunk_gated_delta_rule(**words),
         )
         for name in ("rearrange_mixed_qkv", "_forward_core_decode_non_spec"):
             setattr(layer, name, types.MethodType(inspect.unwrap(getattr(kind, name)), layer))
@@ -303,7 +303,7 @@ class Pool(TraceAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = CHUNK
-    requires: ClassVar[dict[str, str]] = {"vllm": "0.33.0"}
+    requires: ClassVar[dict[str, str]] = {"vllm": "0.22.1"}
     domain = TraceDomain(
         events=("prefill", "decode", "verify", "preempt", "free"),
         dtypes=("bf16", "fp16"),

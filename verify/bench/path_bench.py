@@ -192,6 +192,19 @@ class RankBench(Watched):
             results[gradient_name(name)] = call.shared.summed(name, whole, self.place)
         return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
 
+    def clipped(self, whole: Results, limit: float) -> Results | None:
+        layer = self.case.layer
+        parts = {name: sharding.shard(layer, name, x, self.rank, AT_REST).value.to(self.device) for name, x in whole.items()}
+        sizes = {name: x.shape for name, x in parts.items()}
+        found = self.call_implementation(lambda: self.adapter.clipped(parts, layer, limit, self.place))
+        if found is None:
+            return None
+        for name, size in sizes.items():
+            if name not in found or found[name].shape != size:
+                shape = tuple(found[name].shape) if name in found else None
+                raise AdapterFault(gradient_name(name), FailureKind.SHAPE, f"has shape {shape}, must have {tuple(size)}")
+        return {name: found[name].detach().cpu() for name in sizes}
+
     def of_first(self, x: Tensor) -> Tensor:
         whole = self.place.tp.all_gather(x.to(self.device).contiguous())
         return whole[: len(x)].cpu()

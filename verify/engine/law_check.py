@@ -476,7 +476,7 @@ class LawCheck:
             report.ordinary = sorted({finding.port for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
-        report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
+        report.resembles = [defect.title for defect in common.defects.resembling(smallest, best, small.others)]
         self._keep(smallest, best, "shrunk")
         refused = best.kind is FailureKind.RAISED and report.repeats == YES
         if (again or refused) and isinstance(worker, Worker):

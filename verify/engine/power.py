@@ -77,6 +77,8 @@ KILLS: dict[str, dict[str, int]] = {
         "earlier": 1,
         "replicas": 2,
         "accumulated": 1,
+        "clipped": 1,
+        "skipped": 1,
     },
     "pools": {
         "oracle": 14,

@@ -199,9 +199,19 @@ class KnownDefects:
         """The defects that may show in a run."""
         return [defect for defect in self if defect.covers(run)]
 
-    def resembling(self, run: Run, outcome: Outcome) -> list[Known]:
-        """The defects, of any adapter and versions, that look like a broken run. Of several with one title, the first."""
-        alike = {defect.title: defect for defect in reversed(self._defects) if defect.resembles(run, outcome.findings)}
+    def resembling(self, run: Run, outcome: Outcome, fails_too: Iterable[str] = ()) -> list[Known]:
+        """The defects, of any adapter and versions, that look like a broken run. Of several with one title, the first.
+
+        `fails_too` are words, such as "dtype=fp32", with which the run fails in the same way. A defect does not look like it if it
+        is about another value of such a word: a kernel that also fails in float32 does not fail because bf16 is rounded.
+        """
+        others = [split_line(words) for words in fails_too]
+        alike = {
+            defect.title: defect
+            for defect in reversed(self._defects)
+            if defect.resembles(run, outcome.findings)
+            and all(words.get(name, value) == value for words in others for name, value in defect.where.items())
+        }
         return list(alike.values())
 
     def explained_outputs(self, run: Run) -> dict[str, float]:

@@ -7,6 +7,7 @@ A path that is written against `Comm` runs unchanged on all three. Collectives w
     all_gather         x [n, ...]            [size * n, ...], the same on every rank
     reduce_scatter     x [size * n, ...]     [n, ...]: block `rank` of the sum over ranks
     all_reduce         x of any shape        the sum over ranks, the same on every rank
+    all_max            x of any shape        the largest number over ranks, the same on every rank; a NaN may be lost
 
 The methods of `Comm` work outside autograd. The functions `exchange`, `copy_to`, `reduce_from`, `gather_from` and `scatter_to` are
 differentiable: a backward is the transpose of the forward, taken as one linear map over all ranks. In backward, ranks call
@@ -16,6 +17,7 @@ collectives in the order in which autograd reaches them, which is the same on ra
 import abc
 import collections
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -47,7 +49,7 @@ class Traffic:
     """The traffic of one rank over one axis, by kind of collective: the number of calls, and the bytes sent to other ranks.
 
     A block that a rank keeps is not counted. An all_gather sends the block to every other rank. An all_reduce counts as a
-    reduce_scatter and an all_gather of its result, as in a ring.
+    reduce_scatter and an all_gather of its result, as in a ring, and so does an all_max.
     """
 
     calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -77,6 +79,9 @@ class Comm(abc.ABC):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._run("all_reduce", x, 2 * x.nbytes * (self.size - 1) // self.size)
+
+    def all_max(self, x: Tensor) -> Tensor:
+        return self._run("all_max", x, 2 * x.nbytes * (self.size - 1) // self.size)
 
     def _blocks(self, x: Tensor) -> int:
         """The bytes of one of the `size` blocks of x. ValueError if axis 0 cannot be cut into that many."""
@@ -119,9 +124,9 @@ class Distributed(Comm):
 
     def _collective(self, kind: str, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if kind == "all_reduce":
+        if kind in ("all_reduce", "all_max"):
             result = x.clone()
-            dist.all_reduce(result, group=self.group)
+            dist.all_reduce(result, dist.ReduceOp.SUM if kind == "all_reduce" else dist.ReduceOp.MAX, self.group)
         elif kind == "all_gather":
             result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
             dist.all_gather_into_tensor(result, x, group=self.group)
@@ -359,6 +364,8 @@ def _results(kind: str, xs: Sequence[Tensor]) -> list[Tensor]:
         return [stacked.flatten(0, 1).clone() for _ in xs]
     if kind == "all_reduce":
         return [total.clone() for total in [_added(stacked)] * size]
+    if kind == "all_max":  # loses a NaN wherever it is, as NCCL does; gloo loses some
+        return [largest.clone() for largest in [functools.reduce(torch.fmax, xs)] * size]
     blocks = stacked.view(size, size, stacked.shape[1] // size, *stacked.shape[2:])
     if kind == "reduce_scatter":
         return [block.clone() for block in _added(blocks)]

@@ -317,3 +317,17 @@ class CannotBeBuiltWithCp(Mutant, letter="C", incident=(12,)):
         if place.cp.size > 1:
             raise TypeError("__init__() got an unexpected keyword argument 'cp_comm_type'")
         return super().run(x, place)
+
+
+class SkipsOnTheLargestNorm(Mutant, letter="T"):
+    """A step is skipped if the largest norm over ranks is not finite. The maximum loses NaN, so all ranks step with a NaN."""
+
+    def skips(self, squares: Tensor, place: Place) -> bool:
+        return not bool(place.tp.all_max(squares).isfinite())
+
+
+class ClipsByAHalfNorm(Mutant, letter="T"):
+    """The squared norm of gradients is added over ranks in bf16."""
+
+    def norm(self, squares: Tensor, place: Place) -> Tensor:
+        return place.tp.all_reduce(squares.bfloat16()).float().sqrt()

@@ -34,6 +34,8 @@ class GdnLayer(PathAdapter):
         refills=False,  # with conv=fla and rule=fla, flash-linear-attention keeps the chunks of a cu_seqlens
         tf32=("rule=fla",),
         compiled_widths=MODEL_WIDTHS,
+        clips=True,
+        skips=True,
     )
     module: type[GatedDeltaNet] = GatedDeltaNet
 
@@ -52,6 +54,21 @@ class GdnLayer(PathAdapter):
         )
         y: Tensor = torch.func.functional_call(module, x.parameters, (x.hidden, x.cu_seqlens, x.cu_seqlens_padded))
         return y
+
+    def clipped(self, gradients: dict[str, Tensor], layer: Layer, limit: float, place: Place) -> dict[str, Tensor] | None:
+        squares = weights.squared_norm(gradients, weights.metadata(layer, conv_bias="conv.bias" in gradients), place)
+        if self.skips(squares, place):
+            return None
+        factor = (limit / self.norm(squares, place)).clamp(max=1.0)
+        return {name: x * factor for name, x in gradients.items()}
+
+    def skips(self, squares: Tensor, place: Place) -> bool:
+        """Whether a rank's share of the squared norm of gradients is not finite. A maximum over ranks loses NaN, but not 1."""
+        return bool(place.tp.all_max((~squares.isfinite()).float()))
+
+    def norm(self, squares: Tensor, place: Place) -> Tensor:
+        """The norm of all gradients, whose squares are added over TP ranks in float32. CP ranks hold the same gradients."""
+        return place.tp.all_reduce(squares).sqrt()
 
     def move(
         self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]

@@ -103,3 +103,8 @@ def summed_gradients(module: torch.nn.Module, about: Mapping[str, Metadata], pla
             total = getattr(place, axis).all_reduce(total)
         result[name] = total.to(parameter.dtype)
     return result
+
+
+def squared_norm(gradients: Mapping[str, Tensor], about: Mapping[str, Metadata], place: Place) -> Tensor:
+    """A rank's share of the squared norm of all gradients, in float32; what TP ranks hold together counts on the first of them."""
+    return torch.stack([x.float().square().sum() for name, x in gradients.items() if about[name].cut or place.tp.rank == 0]).sum()
