@@ -23,7 +23,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
-    - `inference`: the same call under `inference_mode`, as under `no_grad`, where LATER other calls must not change what it returned.
+    - `inference`: the same call under `inference_mode`, as under `no_grad`, where LATER other calls must not change its results.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
     - `failed`: calls on copies of the pool in which an operation fails as if memory had run out. Such a call leaves each slot as it
       was or as the call would store it.
