@@ -35,8 +35,10 @@ from properties.words.example import Example
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
 HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
 LATER = 5  # calls after the first one: an implementation may keep what four calls of a shape need
-# Words of a case that a call has beside its tensors. Other settings are given to calls that are in flight at the same time.
-SETTINGS = (*("scale", "eps", "activation", "qk_norm", "qk_norm_eps", "qk_norm_form", "allow_neg_eigval", "gating", "lower_bound"),)
+# Words of a case that a call has beside its tensors, which differ between calls that are in flight at the same time. On a GPU these
+# are words for which no kernel is compiled.
+SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
+SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
@@ -109,7 +111,7 @@ def later_cases(case: Any, domain: Any, device: str) -> list[Any]:
 
 def _with_settings(other: Any, case: Any, domain: Any, device: str, number: int) -> Any:
     """Return the case `other` with another value than `case` in every setting that has one; `number` decides which."""
-    for name in SETTINGS:
+    for name in SETTINGS if device == "cpu" else SETTINGS_ON_GPU:
         word = case.WORDS.get(name)
         if word is None or (word.key and device != "cpu"):
             continue

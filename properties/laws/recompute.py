@@ -72,8 +72,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
             got = bench.run(inputs, {name: zeros[name]})
             yield from pairs_of(got, bench.bounds(inputs, zeros), f"of a loss of {name} alone")
     elif variant == "sums":
-        for where, axes in (("the last axis", 1), ("all axes", None)):
-            turned = {name: _summed(x, axes) for name, x in (cotangents or {}).items()}
+        for where, last in (("the last axis", True), ("all axes", False)):
+            turned = {name: _summed(x, last_axis=last) for name, x in (cotangents or {}).items()}
             yield from pairs_of(bench.run(inputs, turned), bench.bounds(inputs, turned), f"of a loss that adds up {where}")
     elif variant == "second":
         yield from _second(bench, case, inputs, cotangents)
@@ -112,9 +112,9 @@ def _between(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) ->
         yield from pairs_of(own, want, LAST_BUT_ONE if prefix else SAME["between"])
 
 
-def _summed(x: Tensor, axes: int | None) -> Tensor:
+def _summed(x: Tensor, *, last_axis: bool) -> Tensor:
     """Return a cotangent with one number along its last axis, or along all axes, as the backward of a sum makes it."""
-    return (x[..., :1] if axes else x.flatten()[0]).expand_as(x) if x.numel() else x
+    return (x[..., :1] if last_axis else x.flatten()[0]).expand_as(x) if x.numel() else x
 
 
 def _strided(bench: Bench, case: Any, inputs: Inputs) -> Inputs:
