@@ -39,7 +39,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.FrozenTaps: ("recompute", "frozen"),
     wrong.OutputsInTurn: ("history", "no_grad"),
     wrong.TapsByVersion: ("history", "no_grad"),
-    wrong.DecodesIntoTwo: ("history", "inference"),
+    wrong.DecodesInTurn: ("history", "inference"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),
     wrong.SpansByPrefix: ("history", "refill"),

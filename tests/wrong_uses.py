@@ -245,6 +245,7 @@ class RequestsByPrefix(Serving):
 class NormOfTheLastCall(Recomputes):
     """The backward normalises keys and queries if the last forward did, which may be that of another call."""
 
+    domain = dataclasses.replace(Recomputes.domain, threads=False)
     last: ClassVar[list[Any]] = [None]
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
@@ -337,7 +338,7 @@ class ScratchOfTheLastBackward(Layered):
 
 
 class OutputsInTurn(Chunkwise):
-    """Without gradients, outputs lie in one of three buffers of a shape in turn."""
+    """Without gradients, outputs lie in one of five buffers of a shape in turn."""
 
     domain = dataclasses.replace(Chunkwise.domain, threads=False)
     turns: ClassVar[dict[Any, int]] = {}
@@ -348,7 +349,7 @@ class OutputsInTurn(Chunkwise):
         if o.requires_grad and torch.is_grad_enabled():
             return o, *rest
         kind = (type(self), o.shape, o.dtype)
-        turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 3
+        turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 5
         with torch.inference_mode(False):
             buffer = self.buffers.setdefault((kind, turn), torch.zeros(o.shape, dtype=o.dtype))
             buffer.data.copy_(o.detach().clone() if not o.is_inference() else o)
@@ -361,8 +362,8 @@ class SaysOutputsChange(OutputsInTurn):
     domain = dataclasses.replace(OutputsInTurn.domain, keeps_outputs=False)
 
 
-class DecodesIntoTwo(Serving):
-    """Outputs of a pool lie in one of two buffers of a shape in turn."""
+class DecodesInTurn(Serving):
+    """Outputs of a pool lie in one of five buffers of a shape in turn."""
 
     domain = dataclasses.replace(Serving.domain, rule=dataclasses.replace(Serving.domain.rule, threads=False))
     turns: ClassVar[dict[Any, int]] = {}
@@ -371,7 +372,7 @@ class DecodesIntoTwo(Serving):
     def run(self, x: Inputs) -> Any:
         o, *rest = super().run(x)
         kind = (type(self), o.shape, o.dtype)
-        turn = self.turns[kind] = 1 - self.turns.get(kind, 0)
+        turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 5
         with torch.inference_mode(False):
             buffer = self.buffers.setdefault((kind, turn), torch.zeros(o.shape, dtype=o.dtype))
             buffer.data.copy_(o)
@@ -418,12 +419,12 @@ class _Repeats(torch.autograd.Function):
         return dy[:1, :1].expand_as(dy) if dy.numel() and dy.shape[-1] > 1 and dy.stride(-1) == 0 else dy
 
 
-class OneTokenOfASum(Conv):
+class OneTokenOfASum(Chunkwise):
     """A loss that adds up the channels counts as one that adds up the tokens too."""
 
     def run(self, x: Inputs) -> Any:
-        y, *rest = super().run(x)
-        return _Repeats.apply(y), *rest  # type: ignore[no-untyped-call]
+        o, *rest = super().run(x)
+        return _Repeats.apply(o), *rest  # type: ignore[no-untyped-call]
 
 
 class FrozenTaps(ConvOneFunction):
