@@ -137,7 +137,7 @@ def test_the_default_profile_shows_wrong_paths_and_engines_and_the_right_ones_su
             cases = (example for examples in checks for example in examples if example.variant == variant)
             broken = (case for case in cases if execute(Run(law, f"zoo/{name}", case)).verdict is Verdict.BROKEN)
             shown[variant] = next(broken)
-    assert {*shown} == {*book_of(adapter_of(f"zoo/{right}").domain).laws[law].variants}
+    assert {*shown} == {*book_of(adapter_of(f"zoo/{right}").domain).laws[law].variants} - {"in_flight"}  # in tests/test_uses.py
     for example in shown.values():
         assert execute(Run(law, f"zoo/{right}", example)).verdict is Verdict.HOLDS, example
 

@@ -33,6 +33,15 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.KnowsVersions: ("history", "inference"),
     wrong.KeepsMasks: ("history", "inference"),
     wrong.SlotsByVersion: ("history", "inference"),
+    wrong.NormOfTheLastCall: ("recompute", "between"),
+    wrong.BetaInFour: ("recompute", "between"),
+    wrong.OneTokenOfASum: ("recompute", "sums"),
+    wrong.FrozenTaps: ("recompute", "frozen"),
+    wrong.OutputsInTurn: ("history", "no_grad"),
+    wrong.TapsByVersion: ("history", "no_grad"),
+    wrong.DecodesInTurn: ("history", "inference"),
+    wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
+    wrong.NothingWithoutTokens: ("accumulated", "frozen"),
     wrong.SpansByPrefix: ("history", "refill"),
     wrong.RequestsByPrefix: ("refill", ""),
 }
@@ -42,7 +51,11 @@ RIGHT: dict[type, tuple[str, str]] = {
     wrong.ChecksVersions: ("recompute", "cleared"),
     wrong.OwnCopyOnTheGraph: ("recompute", "cleared"),
     wrong.KeepsCleanMasks: ("history", "inference"),
+    wrong.SaysOutputsChange: ("history", "no_grad"),
+    wrong.TapsByContents: ("history", "no_grad"),
 }
+# Wrong in what several variants show: the order of backward passes.
+ORDERS = (wrong.StatesInTurn, wrong.StatesOnAStack, wrong.ScratchOfTheLastBackward)
 FEW = 3  # examples of each law and variant that do not show it
 
 
@@ -98,6 +111,14 @@ def test_right_code_that_comes_near_holds(kind: type) -> None:
     assert examples
     for example in examples:
         assert outcome_of(kind, law, example).verdict is Verdict.HOLDS, example
+
+
+@pytest.mark.parametrize("kind", ORDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_backward_passes_run_in_no_fixed_order_and_inside_each_other(kind: type) -> None:
+    (example,) = {*of_variant(kind, "recompute", "between", 0)}
+    assert outcome_of(kind, "recompute", example).verdict is Verdict.BROKEN
+    assert execute(Run("recompute", right_form(kind), example)).verdict is Verdict.HOLDS
 
 
 def test_a_domain_without_strided_indices_never_gets_them() -> None:

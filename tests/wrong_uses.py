@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.layers.domain import LayerDomain
 from properties.pools.domain import POOL_VIEWS
 from properties.words.domain import VIEWS
-from verify.zoo.base import Chunkwise, Serving
-from verify.zoo.wrong_recompute import Gradients, Recomputes
+from verify.adapters.gdn.layer import GatedDeltaNet
+from verify.zoo.base import Chunkwise, Layered, Serving
+from verify.zoo.modules import Conv
+from verify.zoo.wrong_paths import Mutant
+from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
 
 Spans = list[tuple[int, int]]
 
@@ -233,3 +237,250 @@ class RequestsByPrefix(Serving):
             return super().run(x)
         ends = x.cu_seqlens.clone()
         return super().run(x.replaced(cu_seqlens=self.seen.setdefault((len(ends), *ends[:8].tolist(), int(ends[-1])), ends)))
+
+
+# Several calls at once
+
+
+class NormOfTheLastCall(Recomputes):
+    """The backward normalises keys and queries if the last forward did, which may be that of another call."""
+
+    domain = dataclasses.replace(Recomputes.domain, threads=False)
+    last: ClassVar[list[Any]] = [None]
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        self.last[0] = ctx.x.qk_norm
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        return super().back(x.replaced(qk_norm=self.last[0]), names, tensors, cotangents)
+
+
+class BetaInFour(Recomputes):
+    """Beta is kept in four buffers of a shape in turn, so the fifth call overwrites that of the first."""
+
+    domain = dataclasses.replace(Recomputes.domain, threads=False)
+    turns: ClassVar[dict[Any, int]] = {}
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def place(self, turn: int) -> int:
+        """The number of the buffer of a call."""
+        return turn % 4
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        beta = tensors[ctx.names.index("beta")].detach()
+        kind = (type(self), beta.shape, beta.dtype)
+        turn = self.turns[kind] = self.turns.get(kind, -1) + 1
+        ctx.buffer = self.buffers.setdefault((kind, self.place(turn)), beta.clone()).copy_(beta)
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        tensors = super().kept(ctx)
+        tensors[ctx.names.index("beta")] = ctx.buffer
+        return tensors
+
+
+class StatesInTurn(Recomputes):
+    """Backwards take the initial states from a queue, as if they ran in the order of the forwards."""
+
+    domain = dataclasses.replace(Recomputes.domain, threads=False)
+    queue: ClassVar[dict[type, list[Any]]] = {}
+    next: ClassVar[int] = 0  # the end that a backward takes
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        if any(ctx.needs_input_grad):
+            self.queue.setdefault(type(self), []).append(tensors)
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        return list(self.queue[type(self)].pop(self.next))
+
+
+class StatesOnAStack(StatesInTurn):
+    """The same with a stack, as if backwards ran in the opposite order."""
+
+    next = -1
+
+
+class _Opens(torch.autograd.Function):
+    """x, whose backward leaves the mark of its call where all calls look."""
+
+    last: ClassVar[list[object]] = [None]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: object) -> Tensor:  # type: ignore[override]
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        _Opens.last[0] = ctx.mark
+        return cotangents[0], None
+
+
+class _Closes(_Opens):
+    """x, whose gradient is lost if the backward of another call has begun since that of `_Opens`."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0] * (_Opens.last[0] is ctx.mark), None
+
+
+class ScratchOfTheLastBackward(Layered):
+    """The backwards of a layer's parts share a scratch tensor, as if no other backward could begin between them."""
+
+    domain = LayerDomain(threads=False)
+
+    def unpadded(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        mark = object()
+        y, *states = super().unpadded(x.replaced(hidden=_Closes.apply(x.hidden, mark)))  # type: ignore[no-untyped-call]
+        return _Opens.apply(y, mark), *states  # type: ignore[no-untyped-call, return-value]
+
+
+class OutputsInTurn(Chunkwise):
+    """Without gradients, outputs lie in one of five buffers of a shape in turn."""
+
+    domain = dataclasses.replace(Chunkwise.domain, threads=False)
+    turns: ClassVar[dict[Any, int]] = {}
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        if o.requires_grad and torch.is_grad_enabled():
+            return o, *rest
+        kind = (type(self), o.shape, o.dtype)
+        turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 5
+        with torch.inference_mode(False):
+            buffer = self.buffers.setdefault((kind, turn), torch.zeros(o.shape, dtype=o.dtype))
+            buffer.data.copy_(o.detach().clone() if not o.is_inference() else o)
+        return buffer, *rest
+
+
+class SaysOutputsChange(OutputsInTurn):
+    """Right: the same, which says so."""
+
+    domain = dataclasses.replace(OutputsInTurn.domain, keeps_outputs=False)
+
+
+class DecodesInTurn(Serving):
+    """Outputs of a pool lie in one of five buffers of a shape in turn."""
+
+    domain = dataclasses.replace(Serving.domain, rule=dataclasses.replace(Serving.domain.rule, threads=False))
+    turns: ClassVar[dict[Any, int]] = {}
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        kind = (type(self), o.shape, o.dtype)
+        turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 5
+        with torch.inference_mode(False):
+            buffer = self.buffers.setdefault((kind, turn), torch.zeros(o.shape, dtype=o.dtype))
+            buffer.data.copy_(o)
+        return buffer, *rest
+
+
+class TapsByVersion(Conv):
+    """Without gradients, the taps are kept for each version of the weight, which a change through `.data` leaves as it is."""
+
+    domain = dataclasses.replace(Conv.domain, threads=False)
+
+    def taps(self, x: Inputs) -> Tensor:
+        if torch.is_grad_enabled() or x.weight.is_inference():
+            return super().taps(x)
+        kept = getattr(x.weight, "taps", None)
+        if not self.current(kept, x.weight):
+            kept = x.weight.taps = x.weight._version, x.weight.detach().clone()
+        return kept[1].float()  # type: ignore[index, no-any-return]
+
+    def current(self, kept: Any, weight: Tensor) -> bool:
+        return kept is not None and kept[0] == weight._version
+
+
+class TapsByContents(TapsByVersion):
+    """Right: they are kept as long as the weight has the same numbers."""
+
+    def current(self, kept: Any, weight: Tensor) -> bool:
+        return kept is not None and torch.equal(kept[1], weight)
+
+
+# Which gradients come and go
+
+
+class _Repeats(torch.autograd.Function):
+    """x, whose backward takes a cotangent with a stride of 0 along its channels for the same in all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (dy,) = cotangents
+        return dy[:1, :1].expand_as(dy) if dy.numel() and dy.shape[-1] > 1 and dy.stride(-1) == 0 else dy
+
+
+class OneTokenOfASum(Chunkwise):
+    """A loss that adds up the channels counts as one that adds up the tokens too."""
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        return _Repeats.apply(o), *rest  # type: ignore[no-untyped-call]
+
+
+class FrozenTaps(ConvOneFunction):
+    """If the tokens alone need a gradient, as where everything else is frozen, it is lost."""
+
+    def needed(self, gradients: Gradients, needs: tuple[bool, ...]) -> Gradients:
+        found = super().needed(gradients, needs)
+        return [g if g is None else 0 * g for g in found] if needs[0] and sum(needs) == 1 < len(needs) else found
+
+
+# Paths
+
+
+class _Held(torch.autograd.Function):
+    """x, which a rank holds in one buffer for each shape until its backward; the gradient is lost if another call was there."""
+
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.buffer = _Held.buffers.setdefault((rank, x.shape, x.dtype), x.detach().clone()).copy_(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0] * torch.equal(ctx.buffer, ctx.saved_tensors[0]), None
+
+
+class TokensOfTheLastForward(Mutant):
+    """A rank holds its tokens in one buffer for each shape, which the next forward overwrites."""
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            held: Tensor = _Held.apply(hidden, (self.place.tp.rank, self.place.cp.rank))  # type: ignore[no-untyped-call]
+            return super().forward(held, *offsets)
+
+
+class _WithTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return (cotangents[0] if ctx.needs_input_grad[1] else None), None
+
+
+class NothingWithoutTokens(Mutant):
+    """The gradient of A_log is computed beside that of the hidden states, and is absent if these need none."""
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            self.hidden_states = hidden
+            return super().forward(hidden, *offsets)
+
+        def in_use(self, name: str) -> Tensor:
+            x = super().in_use(name)
+            return _WithTokens.apply(x, self.hidden_states) if name == "A_log" else x  # type: ignore[no-untyped-call, no-any-return]

@@ -56,6 +56,7 @@ class CallDomain(AnyDomain):
     refills: bool = True
     threads: bool = True
     streams: bool = True
+    keeps_outputs: bool = True
 
     def __post_init__(self) -> None:
         check_views(self)

@@ -33,7 +33,12 @@ from properties.laws.law import (
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-HISTORIES = ("others", "refill", "freed", "gradients", "inference", "refused", "failed", *AT_ONCE)
+HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
+LATER = 5  # calls after the first one: an implementation may keep what four calls of a shape need
+# Words of a case that a call has beside its tensors, which differ between calls that are in flight at the same time. On a GPU these
+# are words for which no kernel is compiled.
+SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
+SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
@@ -48,6 +53,9 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
       packed sequences, one late offset alone is other.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
+    - `no_grad`: LATER calls under `no_grad` with other numbers in the same shapes. They must not change what the first returned.
+      Then their tensors get the first call's numbers through `.data`, as optimizers and weight loaders do it, which leaves their
+      versions as they are, and the implementation is called again.
     - `inference`: a call under `inference_mode` gives what it gives under `no_grad`, and a later call may compute gradients.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
     - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
@@ -61,6 +69,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         "refill": _refill,
         "freed": _freed,
         "gradients": _gradients,
+        "no_grad": _no_grad,
         "inference": _inference,
         "refused": _refused,
         "failed": _failed,
@@ -87,6 +96,33 @@ def moved(case: Any, domain: Any) -> Any | None:
                 if domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
                     return other
     return None
+
+
+def later_cases(case: Any, domain: Any, device: str) -> list[Any]:
+    """Return LATER cases of the same shapes, each with other numbers and other settings, as far as these are inside the domain.
+
+    On a GPU, words for which kernels would be compiled stay.
+    """
+    return [
+        _with_settings(dataclasses.replace(rotated(case, domain), seed=case.seed ^ number), case, domain, device, number)
+        for number in range(1, LATER + 1)
+    ]
+
+
+def _with_settings(other: Any, case: Any, domain: Any, device: str, number: int) -> Any:
+    """Return the case `other` with another value than `case` in every setting that has one; `number` decides which."""
+    for name in SETTINGS if device == "cpu" else SETTINGS_ON_GPU:
+        word = case.WORDS.get(name)
+        if word is None or (word.key and device != "cpu"):
+            continue
+        values = [value for value in word.choices or (False, True) if value != getattr(case, name)]
+        for turn in range(len(values)):
+            with contextlib.suppress(ValueError):
+                changed = dataclasses.replace(other, **{name: values[(number + turn) % len(values)]})
+                if changed.spec == case.spec and domain.outside(changed) is None:
+                    other = changed
+                    break
+    return other
 
 
 def order_of(example: Example) -> int:
@@ -166,8 +202,7 @@ def _freed(bench: Bench, example: Example) -> Iterator[Pair]:
 def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
-    leaves = inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
-    bounds = bench.bounds(inputs, cotangents)
+    leaves, bounds = _leaves(case, inputs), bench.bounds(inputs, cotangents)
     rounds = []
     for _ in range(2):
         with torch.no_grad():
@@ -179,12 +214,36 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from _repeated(bench, rounds[number], rounds[number - 2], bounds)
 
 
+def _no_grad(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Offsets are not filled again, because an implementation may keep what follows from the offsets of a version."""
+    case = example.case
+    inputs, _ = bench.call(case)
+    bounds = bench.bounds(inputs, None)
+    leaves = _leaves(case, bench.call(with_others(case, bench.domain))[0])
+    with torch.no_grad():
+        once = bench.run(inputs, None)
+        copies = {name: value.clone() for name, value in once.items()}
+        for _ in range(LATER):
+            bench.run(leaves, None, same_objects=True)
+        read = {name: value.clone() for name, value in once.items()}
+        for name in present(case.spec, inputs):
+            leaves[name].data.copy_(inputs[name])
+        again = bench.run(leaves, None, same_objects=True)
+    yield from pairs_of(copies, bounds, "of a call under no_grad")
+    yield from pairs_of(read, copies, f"of a call under no_grad, read after {LATER} others")
+    yield from pairs_of(again, bounds, "under no_grad, after tensors were filled again through .data")
+
+
+def _leaves(case: Any, inputs: Inputs) -> Inputs:
+    """Return the call with new tensors that require gradients."""
+    return inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
+
+
 def _inference(bench: Bench, example: Example) -> Iterator[Pair]:
     """Tensors made under `inference_mode` are copies here, and what is kept of them can never take part in a graph."""
     case = example.case
     inputs, cotangents = bench.call(case)
-    leaves = inputs.replaced(**{name: inputs[name].clone().requires_grad_() for name in present(case.spec, inputs)})
-    bounds = bench.bounds(inputs, cotangents)
+    leaves, bounds = _leaves(case, inputs), bench.bounds(inputs, cotangents)
     with torch.no_grad():
         once = bench.run(inputs, None)
     with torch.inference_mode():
@@ -275,10 +334,10 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
 
     def always(domain: Any) -> list[Example]:
         kinds = [crowds(domain, values="ordinary")] * (packs(domain) and domain.refills)
-        inference = cases(domain, values="ordinary", packed=packs(domain)).filter(
-            lambda case: case.backward == domain.backward and getattr(case, "state", "random") == "random"
+        plain = cases(domain, values="ordinary", packed=packs(domain)).filter(
+            lambda case: case.tokens > 0 and case.backward == domain.backward and getattr(case, "state", "random") == "random"
         )
-        return firm_examples(domain, *kinds, examples_of(inference, None, ("inference",)))
+        return firm_examples(domain, *kinds, *(examples_of(plain, None, (kind,)) for kind in ("inference", "no_grad")))
 
     return Law(
         "history",
@@ -292,6 +351,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
         of_process=True,
         draw_gpu=functools.partial(draw, gpu=True),
         always=always,
+        turns=lambda domain: _kinds(domain, gpu=False),
     )
 
 

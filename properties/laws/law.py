@@ -108,13 +108,14 @@ class Bench(Protocol):
         cotangents: Cotangents,
         *,
         frozen: Collection[str] = (),
-        other: tuple[Inputs, Cotangents] | None = None,
+        others: Sequence[tuple[Inputs, Cotangents]] = (),
         directions: Results | None = None,
     ) -> Results:
         """Return the results of a call in a way that models call kernels in, such as under checkpointing.
 
-        `other` is a call that comes between forward and backward. With `directions` of the inputs, second derivatives are among the
-        results, unless the implementation refuses them with an error.
+        The forwards of `others` come between forward and backward, and the results of the last but one are returned too, by names
+        such as "later dq". With `directions` of the inputs, second derivatives are among the results, unless the implementation
+        refuses them with an error.
         """
 
     def transformed(

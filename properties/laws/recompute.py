@@ -4,7 +4,7 @@ A variant is one way. Two of them are about what few kernels support, second der
 error is right too, because the caller then knows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from oracles.operation import Inputs, gradient_name
 from oracles.tolerance.bound import ANY, Bound
 from properties.laws.common import require, view
+from properties.laws.history import later_cases
 from properties.laws.law import Bench, Cotangents, Law, Pair, Results, all_variants, pairs_of, present, with_others
 from properties.words.domain import takes_view
 from properties.words.example import Example
@@ -23,11 +24,12 @@ SAME = {  # ways that give what a plain call gives, and what a report says of th
     "reentrant": "under checkpoint(use_reentrant=True)",
     "offloaded": "with saved tensors moved to the CPU and back",
     "twice": "of a second backward of the same graph",
-    "between": "with another call and its backward between forward and backward",
+    "between": "with other calls between forward and backward",
     "cleared": "with inputs cleared between forward and backward",
 }
 DENSE = "with saved tensors moved to the CPU and back, contiguous"
-VARIANTS = (*SAME, "one_output", "second", "frozen", "transforms")
+LAST_BUT_ONE = "of the last call but one of those between"
+VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
 SHARE, SHARE_OF_HALVES = 0.02, 0.5  # of the largest row, that a derivative along a direction may be off by; a lost part is more
 FLOOR = 1e-6  # the same as a part of the largest row of what is differentiated
@@ -40,11 +42,14 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `checkpoint`, `reentrant`: under torch.utils.checkpoint, which runs the forward again in the backward.
     - `offloaded`: saved tensors are copied to the CPU and back, with their strides and then contiguous.
     - `twice`: the graph is retained, and the backward runs twice.
-    - `between`: another call, with its backward, comes between forward and backward.
+    - `between`: five other calls with other numbers and settings come between forward and backward. The backward of the last one
+      begins inside that of the first. That of the last but one comes at the end, and gives what it gives after a plain call too.
     - `cleared`: the caller puts zeros into all inputs between forward and backward. Tensors that were saved of them are copies, so
       only what the implementation keeps in another way can change. An error is right too.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
-    - `frozen`: some inputs require no gradient, so that of any two inputs each is once the one that does.
+    - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
+    - `frozen`: some inputs require no gradient, so that of any two inputs each is once the one that does. The first input, which
+      has the tokens, is also the only one that does not, and the only one that does.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
 
@@ -66,6 +71,10 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
             zeros = {other: torch.zeros_like(x) if other != name else x for other, x in (cotangents or {}).items()}
             got = bench.run(inputs, {name: zeros[name]})
             yield from pairs_of(got, bench.bounds(inputs, zeros), f"of a loss of {name} alone")
+    elif variant == "sums":
+        for where, last in (("the last axis", True), ("all axes", False)):
+            turned = {name: _summed(x, last_axis=last) for name, x in (cotangents or {}).items()}
+            yield from pairs_of(bench.run(inputs, turned), bench.bounds(inputs, turned), f"of a loss that adds up {where}")
     elif variant == "second":
         yield from _second(bench, case, inputs, cotangents)
     else:
@@ -73,9 +82,11 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _same(bench: Bench, case: Any, variant: str, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    if variant == "between":
+        yield from _between(bench, case, inputs, cotangents)
+        return
     once = bench.run(inputs, cotangents)
-    other = bench.call(with_others(case, bench.domain)) if variant == "between" else None
-    got = bench.under(variant, inputs, cotangents, other=other)
+    got = bench.under(variant, inputs, cotangents)
     outputs = {port.name for port in case.spec.outputs}
     exact = bench.domain.deterministic
     bounds = {} if exact and variant != "reentrant" else bench.bounds(inputs, cotangents)
@@ -85,6 +96,25 @@ def _same(bench: Bench, case: Any, variant: str, inputs: Inputs, cotangents: Cot
     if variant == "offloaded":
         strided = _strided(bench, case, inputs)
         yield from pairs_of(bench.under("dense", strided, cotangents), bench.bounds(inputs, cotangents), DENSE)
+
+
+def _between(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
+    others = [bench.call(other) for other in later_cases(case, bench.domain, bench.device)]
+    wanted: list[tuple[str, Mapping[str, Tensor | Bound]]] = []
+    for prefix, call in (("", (inputs, cotangents)), ("later ", others[-2])):
+        if bench.domain.deterministic:
+            wanted.append((prefix, {name: value.clone() for name, value in bench.run(*call).items()}))
+        else:
+            wanted.append((prefix, bench.bounds(*call)))
+    got = bench.under("between", inputs, cotangents, others=others)
+    for prefix, want in wanted:
+        own = {name.removeprefix(prefix): x for name, x in got.items() if name.startswith("later ") == bool(prefix)}
+        yield from pairs_of(own, want, LAST_BUT_ONE if prefix else SAME["between"])
+
+
+def _summed(x: Tensor, *, last_axis: bool) -> Tensor:
+    """Return a cotangent with one number along its last axis, or along all axes, as the backward of a sum makes it."""
+    return (x[..., :1] if last_axis else x.flatten()[0]).expand_as(x) if x.numel() else x
 
 
 def _strided(bench: Bench, case: Any, inputs: Inputs) -> Inputs:
@@ -101,11 +131,14 @@ def _strided(bench: Bench, case: Any, inputs: Inputs) -> Inputs:
 def separations(names: Sequence[str]) -> Iterator[list[str]]:
     """Yield groups of names, so that of any two names some group has the first alone, and some group the second alone.
 
-    A group has the names whose places have a certain bit, or those whose places lack it. Two places differ in some bit.
+    The first two groups are the first name, and all others. A further group has the names whose places have a certain bit, or of
+    the others those whose places lack it. Two places differ in some bit.
     """
-    for bit in range((len(names) - 1).bit_length()):
+    first, others = names[:1], names[1:]
+    yield from ([*first], [*others]) if others else ()
+    for bit in range((len(others) - 1).bit_length() if others else 0):
         for value in (0, 1):
-            yield [name for place, name in enumerate(names) if place >> bit & 1 == value]
+            yield [name for place, name in enumerate(others) if place >> bit & 1 == value]
 
 
 def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
@@ -195,6 +228,9 @@ def recompute_law(
         if variant == "frozen":
             needed = [port.name for port in case.spec.inputs if port.dtype != "index" and not port.optional]
             return None if len(needed) > 1 else "an operation with two inputs"
+        if variant == "sums":
+            widths = (getattr(case, name, 2) for name in ("width", "value_dim", "hidden"))
+            return None if min(case.tokens, *widths) > 1 else "two tokens and channels"
         return calm(case, variant) if variant in ("second", "transforms") else None
 
     def draw(domain: Any) -> st.SearchStrategy[Example]:

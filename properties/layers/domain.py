@@ -70,6 +70,7 @@ class LayerDomain(AnyDomain):
     refills: bool = True
     threads: bool = True
     streams: bool = True
+    keeps_outputs: bool = True
     gatings: Annotated[tuple[str, ...], some_of("gating")] = ("silu",)
     """The functions of the norm's gate."""
     lower_bounds: Annotated[tuple[str, ...], some_of("lower_bound")] = ("none",)

@@ -90,6 +90,7 @@ class ModuleDomain(AnyDomain):
     refills: bool = True
     threads: bool = True
     streams: bool = True
+    keeps_outputs: bool = True
     residuals: Annotated[tuple[str, ...], some_of("residual")] = ("none",)
     """Whether it adds a residual, and whether a norm can return the sum too."""
     gatings: Annotated[tuple[str, ...], some_of("gating")] = ("silu",)

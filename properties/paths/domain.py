@@ -118,6 +118,7 @@ class PathDomain(AnyDomain):
     """Whether results that TP ranks hold together are the same on each of them, to the bit."""
     backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
+    keeps_outputs: bool = True
     """Whether a caller may put other offsets into a `cu_seqlens` that an earlier call had."""
     computes: bool = True
     """Whether what is not an exchange can be called."""

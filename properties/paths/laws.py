@@ -7,7 +7,7 @@ the same order on every rank, so its decisions may depend only on the example.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,9 @@ from oracles.operation import Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import ORIGIN, Bound
-from properties.laws.history import other_kinds, rotated
-from properties.laws.law import Blind, Breach, Cotangents, Law, Pair, Results, all_variants, either, with_others
+from properties.laws.history import LATER, later_cases, other_kinds, rotated
+from properties.laws.law import Blind, Breach, Cotangents, Law, Pair, Results, all_variants, either, present, with_others
+from properties.laws.recompute import LAST_BUT_ONE, separations
 from properties.paths.case import CHOICES, ParallelCase
 from properties.paths.domain import (
     MESHES,
@@ -37,7 +38,7 @@ WAYS = ("heads", "tokens")
 ILLEGAL = tuple(JUDGED)
 NUMBERS = ("finite", "nan", "inf")
 LEAST = 2.0**-100  # an error of a gradient of zero, which has none of its own
-HISTORIES = ("others", "refill", "freed", "gradients", "refused", "alone")
+HISTORIES = ("others", "refill", "freed", "gradients", "in_flight", "refused", "alone")
 
 
 class PathBench(Protocol):
@@ -45,15 +46,26 @@ class PathBench(Protocol):
 
     domain: PathDomain
     rank: Rank
+    device: str
 
     def run(
-        self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, case: ParallelCase | None = None, **choices: Any
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        alone: bool = False,
+        case: ParallelCase | None = None,
+        frozen: Collection[str] = (),
+        **choices: Any,
     ) -> Results:
         """Return this rank's part of the outputs and, with (whole) cotangents, of every gradient.
 
         Gradients are summed over the ranks that share them. `alone` runs on one rank that has everything. `inputs` are those of
-        `case`, without it those of the bench's case. `choices` replace those of the case.
+        `case`, without it those of the bench's case. Inputs in `frozen` require no gradient. `choices` replace those of the case.
         """
+
+    def in_flight(self, cases: Sequence[ParallelCase], backwards: Sequence[int]) -> list[Results]:
+        """Run the forwards of all cases, then the backwards of the cases with these numbers, and return the results of these."""
 
     def replay(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents, *, gradients: bool = True) -> Results:
         """Run `first`, put the numbers of `inputs` into the same tensors, and return the results of a second run.
@@ -299,10 +311,19 @@ def _goes_back(case: ParallelCase) -> bool:
 
 
 def _accumulated(bench: PathBench, example: Example) -> Iterator[Pair]:
-    """The second micro-batch has twice the cotangent of the first one, so that gradients are those of one, three times over."""
+    """The second micro-batch has twice the cotangent of the first one, so that gradients are those of one, three times over.
+
+    With `frozen`, some inputs of one call require no gradient: the tokens, everything else, or a part that the seed decides.
+    """
     inputs, cotangents = _call(example.case)
     assert cotangents is not None
     bounds = bench.bounds()
+    if example.variant == "frozen":
+        tokens, others, *parts = separations(present(example.case.spec, inputs))
+        for frozen in (tokens, others, *parts[example.case.seed % max(1, len(parts)) :][:1]):
+            what = f"with {', '.join(frozen)} frozen"
+            yield from _judged(bench, bench.run(inputs, cotangents, frozen=frozen), bounds, what)
+        return
     for name, got in bench.accumulated(inputs, [cotangents, {name: 2 * x for name, x in cotangents.items()}]).items():
         yield Pair(name, "of two micro-batches", got, _times(_part_bound(bench, bounds, name), 3))
 
@@ -364,12 +385,22 @@ def _earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     - `refill`: the tensors of a call get the numbers of another call in place. Offsets do only with `refills=True`.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, then the same tensors with gradients.
+    - `in_flight`: LATER calls with other numbers and settings between forward and backward, of which the last but one is the call
+      itself again. The backward of the last call comes first, and then those of the call.
     - `refused`: a layout that the domain promises to refuse, before.
     - `alone`: every rank runs the whole call by itself, before.
     """
     case: ParallelCase = example.case
     inputs, cotangents = _call(case)
     bounds, first = bench.bounds(), rotated(case)
+    if example.variant == "in_flight":
+        if bench.domain.steps:
+            raise Blind("the domain has steps=True")
+        later = later_cases(case, bench.domain, bench.device)
+        _, one, again = bench.in_flight([case, *later[:-2], case, later[-1]], (LATER, 0, LATER - 1))
+        yield from _judged(bench, one, bounds, "with other calls between forward and backward")
+        yield from _judged(bench, again, bounds, LAST_BUT_ONE)
+        return
     if example.variant == "refused":
         if not bench.domain.refuses:
             raise Blind("the domain has refuses=False")
@@ -417,14 +448,16 @@ def _judged(bench: PathBench, results: Results, bounds: dict[str, Bound], what: 
         yield Pair(name, what, value, _part_bound(bench, bounds, name))
 
 
-def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:
+def _paths(
+    strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str | None]] | None = None
+) -> Any:
     """Return a strategy for examples, each with one of the variants that its case has."""
     return _path(strategy if variants is None else strategy.filter(lambda case: bool(variants(case))), variants)
 
 
 @st.composite
 def _path(
-    draw: st.DrawFn, strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None
+    draw: st.DrawFn, strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str | None]] | None
 ) -> Example:
     case = draw(strategy)
     chance = draw(st.randoms(use_true_random=True))
@@ -532,12 +565,17 @@ def _illegal_of(case: ParallelCase) -> list[str]:
     return [variant for variant in ILLEGAL if _illegal(case, variant) is None]
 
 
+def _kinds(domain: PathDomain) -> list[str]:
+    """Return the histories that can happen to calls of a domain."""
+    can = {"refused": domain.refuses and domain.operation == "gdn_layer", "in_flight": domain.backward and not domain.steps}
+    return [kind for kind in HISTORIES if can.get(kind, True)]
+
+
 def _histories(domain: PathDomain) -> st.SearchStrategy[Example]:
     """Return examples of every history that can happen to calls of a domain. A cache may keep the lengths of packed sequences."""
-    refuses = domain.refuses and domain.operation == "gdn_layer"
 
     def possible(case: ParallelCase) -> list[str]:
-        kinds = [kind for kind in HISTORIES if kind != "refused" or refuses]
+        kinds = _kinds(domain)
         return [kind for kind in kinds if _lacks_history(case, kind) is None]
 
     drawn = [path_cases(domain, tokens=40, chunked=0.0)]
@@ -548,7 +586,7 @@ def _histories(domain: PathDomain) -> st.SearchStrategy[Example]:
 
 
 def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
-    if variant == "gradients" and not case.backward:
+    if variant in ("gradients", "in_flight") and not case.backward:
         return "backward=yes"
     if variant == "alone" and case_ranks(case) == 1:
         return "more than one rank"
@@ -676,11 +714,16 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "accumulated",
             "truth",
-            "gradients of several micro-batches add up in place",
-            lambda domain: _paths(path_cases(domain, tokens=40, values="ordinary", **_IN_TORCH).filter(_goes_back)),
+            "gradients of several micro-batches add up in place, and are right where some inputs require none",
+            lambda domain: _paths(
+                path_cases(domain, tokens=40, values="ordinary", **_IN_TORCH).filter(_goes_back), lambda case: ("frozen", None)
+            ),
             _accumulated,
             _needs(computes=True, backward=True, steps=False),
+            variants=("frozen",),
+            plain=True,
             lacks=lambda case, _: None if case.backward else "backward=yes",
+            turns=lambda domain: ("frozen",),
         ),
         Law(
             "clipped",
@@ -711,6 +754,7 @@ PATH_LAWS: dict[str, Law] = {
             variants=HISTORIES,
             lacks=_lacks_history,
             of_process=True,
+            turns=_kinds,
         ),
     )
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.history import AT_ONCE, at_once, failures
+from properties.laws.history import AT_ONCE, LATER, at_once, failures
 from properties.laws.law import Bench, Blind, Pair, bits, either, examples_of
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain, pool_cases
@@ -23,7 +23,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
-    - `inference`: the same call under `inference_mode`, as under `no_grad`.
+    - `inference`: the same call under `inference_mode`, as under `no_grad`, where LATER other calls must not change its results.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
     - `failed`: calls on copies of the pool in which an operation fails as if memory had run out. Such a call leaves each slot as it
       was or as the call would store it.
@@ -44,11 +44,16 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
         return
     if example.variant == "inference":
         with torch.no_grad():
-            once = bench.run(inputs, None)
+            results, other = bench.run(inputs, None), other_of(bench, case).inputs()
+            once = {name: value.clone() for name, value in results.items()}
+            for _ in range(LATER):
+                bench.run(other, None)
+            read = {name: value.clone() for name, value in results.items()}
         with torch.inference_mode():
             got = bench.run(inputs, None)
         what = "under inference_mode, as under no_grad"
         yield from judged(once, bounds, meant, "under no_grad")
+        yield from equal(read, once, meant, f"under no_grad, read after {LATER} others")
         yield from equal(got, once, meant, what) if bench.domain.rule.deterministic else judged(got, bounds, meant, what)
         return
     once = bench.run(inputs, None)
@@ -110,6 +115,11 @@ def earlier_call(bench: Bench, case: PoolCase) -> PoolCase:
     before = other_of(bench, case)
     rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
     return before if bench.domain.outside(rotated) else rotated
+
+
+def turns(domain: PoolDomain) -> tuple[str, ...]:
+    """Return the histories that the first examples of a check have."""
+    return ("shapes", "freed", "inference", "refused", "failed", *(("threads",) if domain.rule.threads else ()))
 
 
 def histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:

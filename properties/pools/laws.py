@@ -17,7 +17,7 @@ from properties.laws.history import moved
 from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, firm_examples, present, spread, visible
 from properties.pools.case import PoolCase
 from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
-from properties.pools.histories import earlier_call, histories, history
+from properties.pools.histories import earlier_call, histories, history, turns
 from properties.pools.rows import (
     begins_of,
     equal,
@@ -473,6 +473,7 @@ POOL_LAWS: dict[str, Law] = {
             plain=True,
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),
+            turns=turns,
         ),
         Law(
             "refill",

@@ -81,6 +81,7 @@ class Domain(AnyDomain):
     refills: bool = True
     threads: bool = True
     streams: bool = True
+    keeps_outputs: bool = True
     infinite_gates: bool = False
     """Whether a log-decay may be -inf, which forgets the state."""
     scales: tuple[str, ...] = ("default", "one", "half")

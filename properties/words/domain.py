@@ -68,6 +68,7 @@ class _Usual:
     final_states: str = "each"
     strongest_decay: str = "saturated"
     tf32: tuple[str, ...] = ()
+    keeps_outputs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

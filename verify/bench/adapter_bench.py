@@ -28,7 +28,7 @@ from verify.bench.at_once import TIMES, in_threads, on_streams
 from verify.bench.faults import AdapterFault, OutOfMemory, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
-from verify.bench.placing import between, in_layout, placed, shares_a_slot, tensors_of
+from verify.bench.placing import between, in_layout, placed, refill, shares_a_slot, tensors_of
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
 from verify.interpreter import races
@@ -257,9 +257,8 @@ class AdapterBench(Watched):
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not self.domain.graphs:
             self.run(first, cotangents, same_objects=True)
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(second[name])
+            for name, tensor in tensors.items():
+                refill(tensor, second[name])
             return self.run(first, cotangents, same_objects=True)
         with self.watched(devices.default("cpu")):
             return self._from_graph(spec, self._with_options(first, self.adapter), tensors, second)
@@ -284,27 +283,25 @@ class AdapterBench(Watched):
         cotangents: Cotangents,
         *,
         frozen: Collection[str] = (),
-        other: tuple[Inputs, Cotangents] | None = None,
+        others: Sequence[tuple[Inputs, Cotangents]] = (),
         directions: Results | None = None,
     ) -> Results:
         """Call the adapter in another way than `run` (verify/bench/ways.py).
 
-        `other` is the call that comes between forward and backward. `directions` are those along which second derivatives are
+        The forwards of `others` come between forward and backward. `directions` are those along which second derivatives are
         taken. Returns the outputs and gradients, and what the way has beside them.
         """
-        self.way = ways.WAYS[way](functools.partial(self._meanwhile, other), directions)
+        self.way = ways.WAYS[way]([functools.partial(self._started, *other) for other in others], directions)
         try:
             return self.run(inputs, cotangents, frozen=frozen) | self.way.more
         finally:
             self.way = ways.Plain()
 
-    def _meanwhile(self, other: tuple[Inputs, Cotangents] | None) -> None:
-        """Call the adapter in the plain way, in the middle of a call in another way."""
-        assert other is not None
-        inputs, cotangents = other
+    def _started(self, inputs: Inputs, cotangents: Cotangents) -> Callable[[], Results]:
+        """Run a forward in the plain way, in the middle of a call in another way. Returns the function that runs its backward."""
         self.way, way = ways.Plain(), self.way
         try:
-            self.call_implementation(self.adapter, self._contract(inputs), self._with_options(inputs, self.adapter), cotangents)
+            return self._forward(self.adapter, self._contract(inputs), self._with_options(inputs, self.adapter), cotangents)
         finally:
             self.way = way
 
@@ -451,21 +448,53 @@ class AdapterBench(Watched):
         same_objects: bool = False,
     ) -> Results:
         """Compute outputs and gradients. If a worker hangs with this frame on its stack, the implementation is to blame."""
+        backward = self._forward(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+        if self._after_forward is not None and cotangents is not None:
+            self._after_forward()
+        return backward()
+
+    def _forward(
+        self,
+        adapter: Adapter,
+        spec: Operation,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        frozen: Collection[str] = (),
+        *,
+        same_objects: bool = False,
+    ) -> Callable[[], Results]:
+        """Compute outputs. Returns the function that computes the gradients, if there are cotangents, and returns all results."""
+        way = self.way
         names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
         leaves = {name: inputs[name] if same_objects else inputs[name].detach() for name in names}
         for name, leaf in leaves.items():
             if not leaf.requires_grad:
                 leaf.requires_grad_(cotangents is not None and name not in frozen)
         with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
-            answer = self.way.outputs(lambda x: adapter.run(with_one_state(self.domain, inputs.replaced(**x))), leaves)
+            answer = way.outputs(lambda x: adapter.run(with_one_state(self.domain, inputs.replaced(**x))), leaves)
         outputs = outputs_of(answer, spec, inputs, self.domain)
-        results = {name: value.detach() for name, value in outputs.items()}
+        results = {name: self._returned(value) for name, value in outputs.items()}
         if cotangents is None:
-            return results
-        if self._after_forward is not None:
-            self._after_forward()
+            return lambda: results
+        return functools.partial(self._backward, way, inputs, leaves, outputs, results, cotangents, frozen)
+
+    def _returned(self, x: Tensor) -> Tensor:
+        """What a call returned; a copy if a later call may put other numbers there."""
+        return x.detach() if getattr(self.domain, "rule", self.domain).keeps_outputs else x.detach().clone()
+
+    def _backward(
+        self,
+        way: ways.Plain,
+        inputs: Inputs,
+        leaves: dict[str, Tensor],
+        outputs: Results,
+        results: Results,
+        cotangents: Results,
+        frozen: Collection[str],
+    ) -> Results:
+        """The results of a call with the gradients of the leaves that require one."""
+        tokens = inputs[next(iter(leaves))].numel() > 0
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        tokens = inputs[names[0]].numel() > 0
         depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
@@ -475,7 +504,7 @@ class AdapterBench(Watched):
         targets = [name for name in differentiable if name in cotangents]
         if targets:
             given = [cotangents[name].to(outputs[name].dtype) for name in targets]
-            gradients = self.way.gradients([outputs[name] for name in targets], leaves, given)
+            gradients = way.gradients([outputs[name] for name in targets], leaves, given)
             if not gradients:
                 return results
         else:
@@ -486,5 +515,5 @@ class AdapterBench(Watched):
                 raise AdapterFault(
                     gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input"
                 )
-            results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+            results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else self._returned(gradient)
         return results

@@ -5,8 +5,9 @@ gradients of parameters over the ranks that share them. Every rank judges its ow
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from verify.bench import addresses, oracle_process
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Copies, Guards, changed
 from verify.bench.places import Layout, indices
+from verify.bench.placing import refill
 from verify.bench.shared_calls import PARAMETERS, SharedCall, shared_call
 from verify.bench.watched import Watched
 from verify.gpu import device as devices
@@ -48,15 +50,19 @@ class _Call:
     guards: tuple[Guards, Guards]
     graded: bool
 
+    @property
+    def asked(self) -> Results:
+        """The tensors that require a gradient."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+
     def refill(self, other: "_Call") -> None:
         """Put the numbers of another call of the same shapes into the tensors of this one."""
         pairs = [(leaf, other.leaves[name]) for name, leaf in self.leaves.items()]
         pairs += [(self.arguments[name], other.arguments[name]) for name in OFFSETS if self.arguments[name] is not None]
         if self.direction is not None and other.direction is not None:
             pairs.append((self.direction, other.direction))
-        with torch.no_grad():
-            for tensor, numbers in pairs:
-                tensor.copy_(numbers)
+        for tensor, numbers in pairs:
+            refill(tensor, numbers)
 
 
 def _output(case: ParallelCase) -> str:
@@ -87,14 +93,38 @@ class RankBench(Watched):
         return oracle_process.Later(wait)
 
     def run(
-        self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, case: ParallelCase | None = None, **choices: Any
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        alone: bool = False,
+        case: ParallelCase | None = None,
+        frozen: Collection[str] = (),
+        **choices: Any,
     ) -> Results:
         case, place = dataclasses.replace(case or self.case, **choices), self.place
         if alone:
             # Pads count as tokens here, since their number depends on cp, and both runs must have the same tokens.
             case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
             place = Place(Alone(), Alone())
-        return self._results(self._prepared(case, place, inputs, cotangents))
+        return self._results(self._prepared(case, place, inputs, cotangents, frozen=frozen))
+
+    def in_flight(self, cases: Sequence[ParallelCase], backwards: Sequence[int]) -> list[Results]:
+        calls = [self._prepared(case, self.place, case.inputs(), case.cotangents()) for case in cases]
+        copies = [Copies(call.leaves) for call in calls]
+
+        def forwards_and_backwards() -> list[tuple[Results, list[Tensor | None]]]:
+            answers = [self._checked(self.adapter.run(call.arguments, self.place), call) for call in calls]
+            return [(answers[number][1], self._backward(answers[number][0], calls[number])) for number in backwards]
+
+        with contextlib.ExitStack() as stack:
+            for call in calls:
+                for guards in call.guards:
+                    stack.enter_context(guards.known())
+            found = self.call_implementation(forwards_and_backwards)
+        for name in dict.fromkeys(name for copy in copies for name in copy.changed()):
+            self.impure.append(changed(name))
+        return [self._named(calls[number], *results) for number, results in zip(backwards, found, strict=True)]
 
     def replay(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents, *, gradients: bool = True) -> Results:
         call = self._prepared(first, self.place, first.inputs(), cotangents)
@@ -119,8 +149,12 @@ class RankBench(Watched):
         inputs: Inputs,
         cotangents: Cotangents,
         put: Callable[[str, Tensor], Tensor] | None = None,
+        frozen: Collection[str] = (),
     ) -> "_Call":
-        """A rank's part of a call. `put` chooses where its tensors lie; without it, they lie between guards."""
+        """A rank's part of a call. `put` chooses where its tensors lie; without it, they lie between guards.
+
+        Tensors in `frozen` require no gradient.
+        """
         shared = shared_call(case)
         tensors, others = shared.cut(place.rank, inputs)
         around = self.adapter.guards and put is None
@@ -131,9 +165,10 @@ class RankBench(Watched):
             moved = {name: put(name, x) for name, x in moved.items()}
         guards = Guards({**moved, **directions}, around=around)
         leaves: Results = {
-            name: torch.nn.Parameter(x, graded) if name in PARAMETERS else x.requires_grad_(graded)
+            name: torch.nn.Parameter(x, asked) if name in PARAMETERS else x.requires_grad_(asked)
             for name, x in guards.tensors.items()
             if name
+            for asked in (graded and name not in frozen,)
         }
         arguments = self._arguments(shared, leaves, others)
         offsets = {name: arguments[name] for name in OFFSETS if arguments[name] is not None}
@@ -145,18 +180,15 @@ class RankBench(Watched):
 
     def _results(self, call: "_Call") -> Results:
         """This rank's part of the outputs and the gradients of a call."""
-        place, leaves = call.place, call.leaves
-        copies = Copies(leaves)
+        copies = Copies(call.leaves)
 
         def forward_and_backward() -> tuple[Results, list[Tensor | None]]:
             if self.domain.steps and call.direction is not None and call.graded:
                 return self._step(call)
             with recorder.arguments(self.adapter):
-                answer = self.adapter.run(call.arguments, place)
+                answer = self.adapter.run(call.arguments, call.place)
             y, checked = self._checked(answer, call)
-            if call.direction is None or not call.graded:
-                return checked, []
-            return checked, self._backward(y, call.direction, list(leaves.values()))
+            return checked, self._backward(y, call)
 
         with call.guards[0].known(), call.guards[1].known():
             results, gradients = self.call_implementation(forward_and_backward)
@@ -164,9 +196,13 @@ class RankBench(Watched):
             self.impure.append(changed(name))
         for name in call.guards[0].written(call.guards[1]):
             self.impure.append(changed(f"memory around {name or gradient_name(_output(call.shared.case))}", "memory"))
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
+        return self._named(call, results, gradients)
+
+    def _named(self, call: "_Call", results: Results, gradients: list[Tensor | None]) -> Results:
+        """This rank's part of the outputs and the gradients of a call, as the oracle has them."""
+        for (name, leaf), gradient in zip(call.asked.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            results[gradient_name(name)] = whole if self.domain.steps else call.shared.summed(name, whole, place)
+            results[gradient_name(name)] = whole if self.domain.steps else call.shared.summed(name, whole, call.place)
         return {name: call.shared.as_oracle(name, x).cpu() for name, x in results.items()}
 
     def accumulated(self, inputs: Inputs, several: Sequence[Results]) -> Results:
@@ -254,17 +290,22 @@ class RankBench(Watched):
                 raise AdapterFault(port, FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
             if x.dtype != dtype:
                 raise AdapterFault(port, FailureKind.DTYPE, f"has dtype {x.dtype}, must have {dtype}")
-        return outputs[name], {port: x.detach() for port, x in outputs.items()}
+        kept = self.domain.keeps_outputs
+        return outputs[name], {port: x.detach() if kept else x.detach().clone() for port, x in outputs.items()}
 
     def _refuse_without_gradient(self, y: Tensor) -> None:
         if y.numel():
             raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True")
 
-    def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    def _backward(self, y: Tensor, call: "_Call") -> list[Tensor | None]:
+        """The gradients that a call asks for; none if it asks for none."""
+        leaves = [*call.asked.values()]
+        if call.direction is None or not call.graded:
+            return []
         if not y.requires_grad:
             self._refuse_without_gradient(y)
             return [None] * len(leaves)
-        return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
+        return list(torch.autograd.grad(y, leaves, call.direction, allow_unused=True))
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
         return self.shared.rows(name, self.rank)

@@ -61,6 +61,15 @@ def as_allocated(x: Tensor) -> Tensor:
     return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+def refill(x: Tensor, numbers: Tensor) -> None:
+    """Put other numbers into a tensor. The version of indices increases, that of floats does not.
+
+    Optimizers and weight loaders write through `.data`, so an implementation may keep nothing for a version of a weight.
+    """
+    with torch.no_grad():
+        (x.data if x.is_floating_point() else x).copy_(numbers)
+
+
 def shares_a_slot(inputs: Inputs) -> bool:
     """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
     slots, padding = inputs.get("slots"), inputs.get("padding")

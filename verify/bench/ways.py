@@ -3,6 +3,7 @@
 `AdapterBench.under` calls an implementation in a way that a law names. Models call kernels in all of them.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -17,14 +18,18 @@ from verify.bench.failing import Fault
 
 Call = Callable[[dict[str, Tensor]], Any]  # from the tensors of a call by name to what the implementation returns
 Gradients = Sequence[Tensor | None]
+Backward = Callable[[], Results]
 ALIGNMENT = 64  # bytes, as torch's allocator aligns tensors on a CPU
 
 
 class Plain:
-    """One call, and one backward pass of torch.autograd.grad. `more` are results beside outputs and gradients."""
+    """One call, and one backward pass of torch.autograd.grad. `more` are results beside outputs and gradients.
 
-    def __init__(self, meanwhile: Callable[[], None] = lambda: None, directions: Results | None = None) -> None:
-        self.meanwhile, self.directions, self.more = meanwhile, directions or {}, dict[str, Tensor]()
+    Each of `others` runs the forward of another call, and returns the function that runs its backward and returns its results.
+    """
+
+    def __init__(self, others: Sequence[Callable[[], Backward]] = (), directions: Results | None = None) -> None:
+        self.others, self.directions, self.more = others, directions or {}, dict[str, Tensor]()
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         """What the implementation returns."""
@@ -95,11 +100,30 @@ class Twice(Plain):
 
 
 class Between(Plain):
-    """Another call, with its backward, comes between the forward and the backward, as the next layer of a model does."""
+    """The forwards of all other calls come before the first backward, as those of a model's layers or of micro-batches do.
+
+    The backward of the last call runs inside that of the first, as soon as that has a gradient of an input, so two passes are
+    interleaved where a backward has several functions. Then comes that of the last call but one, whose results are `more`, by
+    names such as "later dq". So backwards run neither in the order of the forwards nor in the opposite order.
+    """
+
+    def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        answer = call(leaves)
+        *_, self.later, last = [start() for start in self.others]
+        self.last = functools.cache(last)
+        return answer
 
     def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
-        self.meanwhile()
-        return super().gradients(outputs, leaves, cotangents)
+        def inside(_: Tensor) -> None:
+            self.last()
+
+        hooks = [leaf.register_hook(inside) for leaf in leaves.values()]
+        found = super().gradients(outputs, leaves, cotangents)
+        for hook in hooks:
+            hook.remove()
+        self.last()  # no gradient may have arrived
+        self.more = {f"later {name}": value for name, value in self.later().items()}
+        return found
 
 
 class Cleared(Plain):

@@ -1,6 +1,5 @@
 """Drawing: Hypothesis draws examples of a strategy, in the calling thread or ahead of it in another one."""
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -63,7 +62,7 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
     - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
     - The examples that a law always has (`Law.always`) come after the first large one, or where that would be.
-    - The variants of a law with `Law.turns` come in turn.
+    - The first examples of a law with `Law.turns` have its variants in turn, except for those that it always has.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
     """
@@ -110,14 +109,19 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
 
 
 def _in_turn(law: Law, domain: Any, look: Look) -> Look:
-    """A function that gives an example the variant that came least often, of those that its case may have, and passes it on."""
-    turns, counts = law.turns(domain), collections.Counter[str]()
+    """A function that gives an example the first variant that did not come yet, of those that its case may have, and passes it on.
+
+    An example that the law always has keeps its variant, and so does one for which none is left.
+    """
+    left, firm = [*law.turns(domain)], [*law.always(domain)]
 
     def turned(example: Any) -> None:
-        possible = [variant for variant in turns if law.lacks(example.case, variant) is None]
-        variant = min(possible, key=lambda variant: counts[variant], default=example.variant)
-        counts[variant] += 1
-        look(dataclasses.replace(example, variant=variant))
+        possible = [variant for variant in left if law.lacks(example.case, variant) is None]
+        if possible and example not in firm:
+            example = dataclasses.replace(example, variant=possible[0])
+        if example.variant in left:
+            left.remove(example.variant)
+        look(example)
 
     return turned
 
