@@ -152,7 +152,7 @@ class PoolDomain(AnyDomain):
 
 TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
 _NUMBERS = 2**17  # most numbers in a pool
-MANY_DRAFTS, MANY_HEADS = 257, 257  # requests of two tokens, and heads, just over 8 bits
+MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
 _MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
