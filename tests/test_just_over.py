@@ -92,7 +92,8 @@ def test_that_case_alone_shows_it_and_the_right_form_holds(kind: type) -> None:
     assert len(showing) == len(texts), [str(example.case)[:200] for example in examples]
     broken = [example for example in examples if verdict_of(f"{HERE}:{kind.__name__}", law, example) is Verdict.BROKEN]
     assert broken == showing
-    right = next((f"zoo/{base.__name__}" for base in kind.__mro__ if base.__module__.startswith("verify.zoo.")), f"{HERE}:GathersAll")
+    zoo = (f"zoo/{base.__name__}" for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    right = next(zoo, f"{HERE}:GathersAll")
     for example in showing:
         assert verdict_of(right, law, example) is Verdict.HOLDS, example
 

@@ -121,8 +121,9 @@ class SumsOf256Chunks(Chunkwise):
 class DecaysOf13Bits(Stepwise):
     """Token 8,192 and those after it decay as the first ones."""
 
-    def run(self, x: Inputs) -> Any:
-        return super().run(x if "g" not in x else x.replaced(g=x.g[:, torch.arange(x.g.shape[1]) % 2**13]))
+    def decay(self, x: Inputs) -> Tensor:
+        g = super().decay(x)
+        return g[:, torch.arange(g.shape[1]) % 2**13]
 
 
 class ValuesUpTo512(Chunkwise):

@@ -230,7 +230,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
 
 
 def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
-    """Yield a case in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, but not all of each request."""
+    """Yield a case in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, but not all of all."""
     least = next((least for least in ACCEPTED if least < domain.most_tokens), None)
     if least is not None and domain.accepts:
         lengths = (min(domain.most_tokens, least + 2),) * LONG_DRAFTS

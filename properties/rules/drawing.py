@@ -87,7 +87,10 @@ def limits(domain: Domain) -> list[Case]:
     if quick:
         long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
         found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
-        found += [_narrow_case(domain, lengths=(up(long),), packed=apart), _narrow_case(domain, least=WIDE_VALUES, lengths=(up(3),), packed=apart)]
+        found += [
+            _narrow_case(domain, lengths=(up(long),), packed=apart),
+            _narrow_case(domain, least=WIDE_VALUES, lengths=(up(3),), packed=apart),
+        ]
     return [case for case in found if case is not None]
 
 
