@@ -52,7 +52,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.MaskOf32Rows: ("session", ("slots=260",)),
     wrong.MaskOf64Rows: ("session", ("slots=260",)),
     wrong.RowsUpTo256: ("session", ("slots=260",)),
-    wrong.AdmitsUpTo256: ("tags", ("/p:b2/f:b/p:c2/f:c",)),
+    wrong.AdmitsUpTo256: ("tags", ("/p:b2,c2,d2,e2,f2/f:b",)),
     wrong.LeaksForkedSnapshots: ("slots", ("p:a64/k:b<a@/r:a/f:b", "p:a5/s:a/k:b<a@/r:a/f:b")),
     wrong.ServedHeadsOf8Bits: ("session", ("heads=257 value_heads=514",)),
     wrong.GateHeadsUpTo512: ("oracle", ("heads=513",)),

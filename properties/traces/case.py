@@ -375,7 +375,7 @@ def _repeated(tag: tuple[float, ...], value_heads: int, value_dim: int) -> Tenso
     return heads.repeat(1, -(-value_dim // TAG_CHANNELS))[:, :value_dim]
 
 
-@functools.lru_cache(64)  # a law asks for the tokens of a row when it plays a step and when it judges it
+@functools.lru_cache(1024)  # a law asks for the tokens of a row when it plays a step and when it judges the trace
 def _tokens_of(keys: tuple[int, ...], width: int) -> Tensor:
     """Return numbers in [-1, 1) [tokens, width], a stream for each key. Later calls return the same tensor."""
     if not keys:

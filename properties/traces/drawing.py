@@ -16,9 +16,9 @@ from properties.words.lengths import widths
 from properties.words.sizes import at_limits
 
 _NAMES = [*map(name_of, range(TAGGED))]
-ROWS = (33, 65, 130, 260)  # of the steps of `crowds`: just over 32, 64, 128 and 256, usual sizes of masks and tables of rows
+ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
 CROWDED = ROWS[-1]  # slots of `crowds`
-ADMITTED, MANY_HEADS = 257, 257  # requests of an engine one after the other, and heads: just over 8 bits
+ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
 MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
@@ -339,7 +339,7 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
 
 
 def admissions(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case in which ADMITTED requests are admitted one after the other, in one slot beside a request that stays.
+    """Return a case in which ADMITTED requests are admitted, up to TOGETHER at a time, beside a request that stays.
 
     Each has a token more than the last one, so that what a slot held before would stay in the state of the last one, whose keys
     differ by position. There is none where kernels are interpreted, because every event launches some.
@@ -348,9 +348,12 @@ def admissions(domain: TraceDomain) -> list[TraceCase]:
         return []
     first, *others = _NAMES
     *names, last = (others[number % len(others)] for number in range(ADMITTED - 1))
-    come_and_go = [event for name in names for event in (f"p:{name}2", f"f:{name}")]
-    events = [f"p:{first}1", *come_and_go, f"p:{last}1", _token(domain, [first, last])]
-    return fixed_cases(domain, ["/".join(events)], slots=2, free="old", width=max(domain.widths))
+    events = [f"p:{first}1"]
+    for place in range(0, len(names), TOGETHER):
+        some = names[place : place + TOGETHER]
+        events += ["p:" + ",".join(f"{name}2" for name in some), *(f"f:{name}" for name in some)]
+    events += [f"p:{last}1", _token(domain, [first, last])]
+    return fixed_cases(domain, ["/".join(events)], slots=1 + TOGETHER, free="old", width=max(domain.widths))
 
 
 def many_heads(domain: TraceDomain) -> list[TraceCase]:
