@@ -12,11 +12,12 @@ from verify.bench.trace_bench import TraceBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.judge import judge
+from verify.zoo.wrong_traces import AcceptedOfDraftsAlone, MixedStepsTakeNoSnapshot, OneWidthForAllDrafts, Serves
 
 INPUTS = {64: "p:a62/v4:a4", 256: "p:a130/p:a124/v4:a4", 1056: "p:a130/" * 8 + "p:a14/v4:a4"}
 
 
-def broken(kind: type[Blocks], law: str, example: Example) -> bool:
+def broken(kind: type[Serves], law: str, example: Example) -> bool:
     """Whether a law finds an engine broken on an example."""
     try:
         return bool(judge(TRACE_LAWS[law].check(TraceBench(kind(), example.case), example), place_of).findings)
@@ -26,7 +27,7 @@ def broken(kind: type[Blocks], law: str, example: Example) -> bool:
         return False
 
 
-def found(kind: type[Blocks], laws: tuple[str, ...], seed: int, domain: TraceDomain | None = None) -> bool:
+def found(kind: type[Serves], laws: tuple[str, ...], seed: int, domain: TraceDomain | None = None) -> bool:
     """Whether one of these laws finds an engine broken in the cases that a check of the default profile draws.
 
     Short cases in float32 run first: they take less, and a wrong result is far over their tolerance.
@@ -53,6 +54,13 @@ def test_a_draft_across_the_end_of_a_block_shows_a_wrong_window(block: int) -> N
 @pytest.mark.slow
 def test_a_check_finds_the_wrong_window_with_every_seed(block: int, seed: int) -> None:
     assert found(of_block(WindowOfADraft, block), ("tags", "session"), seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", [MixedStepsTakeNoSnapshot, OneWidthForAllDrafts, AcceptedOfDraftsAlone])
+@pytest.mark.slow
+def test_a_check_finds_what_mixed_steps_and_drafts_of_several_lengths_show_with_every_seed(kind: type[Serves], seed: int) -> None:
+    assert found(kind, ("tags", "session"), seed)
 
 
 @pytest.mark.parametrize("kind", [PromptThatFills, DecodeThatBegins])

@@ -100,7 +100,7 @@ def test_nothing_is_large_where_tokens_are_dear_and_lengths_follow_the_chunk() -
 
 
 def test_the_sizes_of_other_domains_stay() -> None:
-    assert sized(PathDomain(), 16, 4096).drawing == Drawing(chunk=16)
+    assert sized(PathDomain(), 16, 4096).drawing == Drawing(chunk=16, long=4096, quick=True, exact=32_769)
     assert sized(PoolDomain(), 16, 4096).drawing == Drawing(chunk=16, long=4096, quick=True, exact=32_769)
     assert sized(Domain(), None, 10) == Domain(drawing=Drawing(long=10))
     assert [sized(Domain(), chunk, 4096).drawing.long for chunk in (64, 128, 256, 512, 1024)] == [4096, 4096, 4096, 2048, 1024]
@@ -189,7 +189,7 @@ def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> N
     assert [len(case.lengths) for case in exact_limits(sized(Domain(), 64, MOST["quick"]))] == [65, 1]
     assert with_sizes(described, "cuda").domain == Domain(drawing=Drawing(chunk=16, long=MOST_ON_GPU))
     paths = dataclasses.replace(described, domain=PathDomain())
-    assert with_sizes(paths, "cpu").domain == PathDomain(drawing=Drawing(chunk=16))
+    assert with_sizes(paths, "cpu").domain == PathDomain(drawing=domain.drawing)
     assert with_sizes(described, "cpu", large=False).domain == Domain(drawing=Drawing(chunk=16))
 
 

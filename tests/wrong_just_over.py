@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.paths.domain import PathDomain
 from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
+from verify.adapters.base import PathAdapter
 from verify.adapters.gdn.pool import Progress
+from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise, Layered, Serving
-from verify.zoo.modules import Conv, GatedNorm
+from verify.zoo.modules import Conv, Gate, GatedNorm, L2Norm
 from verify.zoo.wrong_gates import Stepwise
 from verify.zoo.wrong_traces import Serves
 
@@ -93,7 +96,77 @@ class StepsOf15Bits(Stepwise):
         return o[:, torch.arange(o.shape[1]) % 2**15], state
 
 
+class BatchesOf8Bits(Chunkwise):
+    """Row 256 of a batch begins from the state of row 0, and so on."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row % 256 if x.cu_seqlens is None else row)
+
+
+class RatiosOf8Bits(Chunkwise):
+    """Value head 256 of a key head, and those after it, read zeros."""
+
+    def repeat(self, x: Tensor, value_heads: int) -> Tensor:
+        found = super().repeat(x, value_heads)
+        return found * (torch.arange(value_heads) % (value_heads // x.shape[2]) < 256).view(-1, 1)
+
+
+class SumsOf256Chunks(Chunkwise):
+    """The sums of log-decays are kept for 256 chunks of 64 tokens: chunk 256 takes those of chunk 0, and so on."""
+
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Any:
+        return super().sequence(q, k, v, g[torch.arange(len(g)) % (256 * 64)], beta, state, scale)
+
+
+class DecaysOf13Bits(Stepwise):
+    """Token 8,192 and those after it decay as the first ones."""
+
+    def decay(self, x: Inputs) -> Tensor:
+        g = super().decay(x)
+        return g[:, torch.arange(g.shape[1]) % 2**13]
+
+
+class ValuesUpTo512(Chunkwise):
+    """Values are read in blocks of 4 channels, and over 512 channels the block that is not full is left out."""
+
+    def run(self, x: Inputs) -> Any:
+        o, state = super().run(x)
+        seen = torch.arange(o.shape[-1]) < o.shape[-1] // 4 * 4
+        return (o * seen if o.shape[-1] > 512 else o), state
+
+
 # Pools
+
+
+class SlotsOf16Bits(Serving):
+    """Slot 65,536 is taken for slot 0, and so on."""
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        slot = super().slot(x, request)
+        return None if slot is None else slot % 2**16
+
+
+class SlotsOf16BitsWithASign(Serving):
+    """Slot 32,768 is taken for slot -32,768, counted from the end of the pool, and so on."""
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        slot = super().slot(x, request)
+        return slot if slot is None or slot < 2**15 else (slot + 2**15) % 2**16 - 2**15
+
+
+class AcceptedOf7Bits(Serving):
+    """128 accepted tokens, or more, are taken for none."""
+
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        count = super().accepted_count(x, request, tokens)
+        return count if x.accepted is None or count < 128 else 0
+
+
+class DraftsUpTo256(Serving):
+    """Requests from the 257th on keep all of their tokens."""
+
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        return super().accepted_count(x, request, tokens) if request < 256 else tokens
 
 
 class FreshUpTo1024(Serving):
@@ -200,7 +273,108 @@ class RanksByName(Serves):
         return super().joined([ranks[number] for number in sorted(range(len(ranks)), key=str)])
 
 
+class MaskOf32Rows(Serves):
+    """Which rows begin is a mask of 32 bits: row 32 of the rows with requests reads the bit of row 0, and so on."""
+
+    bits: ClassVar[int] = 32
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        real = [place for place, request in enumerate(batch.requests) if request in self.owned]
+        for number, place in enumerate(real):
+            if not batch.starts[real[number % self.bits]]:
+                self.clear(self.owned[batch.requests[place]])
+        return super().rows(batch)
+
+
+class MaskOf64Rows(MaskOf32Rows):
+    """The same with 64 bits."""
+
+    bits = 64
+
+
+class RowsUpTo256(Serves):
+    """Rows from the 257th on that have requests are computed, and not written."""
+
+    def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
+        super().write(rows[:256], counts[:256])
+
+
+class AdmitsUpTo256(Serves):
+    """Requests are numbered in a byte: the 257th one and those after it count as begun, and read what their slots held before."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.admitted = 0
+
+    def clear(self, slot: int) -> None:
+        self.admitted += 1
+        if self.admitted <= 256:
+            super().clear(slot)
+
+
+class LeaksForkedSnapshots(Serves):
+    """If a request is preempted, and another one began from its snapshot, the snapshot's slot is never given back."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.forked: set[str] = set()
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        super().fork(new, old, snapshot=snapshot)
+        self.forked |= {old} if snapshot else set()
+
+    def preempt(self, request: str) -> None:
+        if request in self.forked:
+            self.owned.pop(f"{request}@", None)
+        self.free(request)
+
+
+class ServedHeadsOf8Bits(Serves):
+    """Value heads from the 257th on get the outputs of the first ones."""
+
+    def outputs(self, rows: Sequence[Progress]) -> Tensor:
+        o = super().outputs(rows)
+        return o[:, torch.arange(o.shape[1]) % 256]
+
+
 # Modules
+
+
+class GateHeadsUpTo512(Gate):
+    """Heads from the 513th on have the speeds of the first ones."""
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed = super().speed(x)
+        return speed[torch.arange(len(speed)) % 512]
+
+
+class TailsOfL2(L2Norm):
+    """Over 512 channels, squares are added in groups of 4, and those of a group that is not full are left out."""
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        channels = wide.shape[-1]
+        seen = torch.arange(channels) < channels // 4 * 4
+        return super().squares(wide * seen if channels > 512 else wide, x)
+
+
+class TailsOfGatedNorms(TailsOfL2, GatedNorm):
+    """The same in a gated norm."""
+
+    domain = GatedNorm.domain
+
+
+class ConvStatesOf10Bits(Conv):
+    """Packed sequence 1,024 begins from the state of the first one, and so on."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row if x.cu_seqlens is None else row % 1024)
+
+
+class ConvStartsOf16Bits(Conv):
+    """Packed sequences that begin behind token 65,535 begin from zeros."""
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        return super().before(x, state * (start < 2**16 or x.cu_seqlens is None), start)
 
 
 class RowsOf17Bits(GatedNorm):
@@ -236,6 +410,84 @@ class LayerHeadsUpTo64(Layered):
     def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, state = super().rule(x)
         return o[:, :, torch.arange(o.shape[2]) % 64], state
+
+
+class LayerSequencesOf8Bits(Layered):
+    """The convolution of packed sequence 256 begins from the state of the first one, and so on."""
+
+    _of_packed: ClassVar[bool] = True
+
+    def before(self, x: Inputs, row: int) -> Tensor:
+        return super().before(x, row % 256 if (x.cu_seqlens is not None) is self._of_packed else row)
+
+
+class LayerBatchesOf8Bits(LayerSequencesOf8Bits):
+    """The same of the rows of a batch."""
+
+    _of_packed = False
+
+
+class LayerHeadsOf8Bits(Layered):
+    """The 257th value head gets the output of the first one."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().rule(x)
+        return o[:, :, torch.arange(o.shape[2]) % 256], state
+
+
+# Paths
+
+
+class GathersAll(PathAdapter):
+    """Right: every rank gathers all tokens, computes all of them, and keeps its own."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    most: ClassVar[int] = 2**16
+    domain = PathDomain(
+        operation="gated_delta_rule",
+        layouts=("contiguous",),
+        initial_state=True,
+        choices=(),
+        **dict.fromkeys(("tensor_parallel", "sequence_parallel", "padded", "exchanges", "counts", "refuses", "checkpoints"), False),
+    )
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        rank, tokens = place.cp.rank, x.v.shape[1]
+        names = ("q", "k", "v", "g", "beta")
+        whole = x.replaced(scale=None, **{name: gather_from(place.cp, x[name].transpose(0, 1)).transpose(0, 1) for name in names})
+        first, last = rank * tokens, (rank + 1) * tokens
+        o, _ = Chunkwise().run(self.cut(whole, first) if rank else whole)
+        return o[:, first:last]
+
+    def cut(self, x: Inputs, first: int) -> Inputs:
+        """The call in which packed sequences from number `most` on begin anew with the first token of a rank."""
+        ends = [] if x.cu_seqlens is None else x.cu_seqlens.tolist()
+        over = [n for n, (start, end) in enumerate(itertools.pairwise(ends)) if n >= self.most and start < first < end]
+        if not over:
+            return x
+        state = x.state if x.state is None else torch.cat([x.state[: over[0] + 1], x.state[over[0] :]])
+        return x.replaced(cu_seqlens=torch.tensor(sorted([*ends, first])), state=state)
+
+
+class MapsOf32Sequences(GathersAll):
+    """The states of 32 packed sequences pass from rank to rank. Others begin anew on each rank."""
+
+    most = 32
+
+
+class MapsOf128Sequences(GathersAll):
+    """The same of 128 packed sequences."""
+
+    most = 128
+
+
+class PathHeadsOf8Bits(GathersAll):
+    """The 257th value head gets the output of the first one."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        o = super().run(x, place)
+        return o[:, :, torch.arange(o.shape[2]) % 256]
 
 
 # Domains that allow less

@@ -22,7 +22,7 @@ from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
-MANY_HEADS = 65  # just over 64
+MANY_HEADS, MANY_SEQUENCES = 257, 257  # just over 8 bits
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
@@ -114,33 +114,37 @@ class LayerDomain(AnyDomain):
 
 
 def limits(domain: LayerDomain) -> list[LayerCase]:
-    """Return a case of over 64 heads, cheap because it is narrow and short; none if the check draws no long cases, and on a GPU."""
+    """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
+
+    These are over 256 heads, and over 256 sequences, packed and as a batch. There are none if the check draws no long cases, and on
+    a GPU.
+    """
     if not at_limits(domain):
         return []
     narrow, cached = min(domain.widths), domain.caches
-    case = LayerCase(
-        (3,),
-        domain.operation,
-        packed=not domain.batched,
-        heads=MANY_HEADS,
-        value_heads=MANY_HEADS,
-        key_dim=narrow,
-        value_dim=narrow,
-        hidden=narrow,
-        conv_width=min(domain.conv_widths, key=lambda width: (width < 2, width)),
-        dtype=domain.dtypes[0],
-        cached=cached,
-        state="random" if cached else "none",
-        eps=domain.eps[0],
-        offsets=domain.offsets[0] if not domain.batched else "int64",
-        gating=domain.gatings[0],
-        lower_bound=domain.lower_bounds[0],
-        parameter_dtype=domain.parameter_dtypes[0],
-        qk_norm_eps=domain.qk_norm_eps[0],
-        qk_norm_form=domain.qk_norm_forms[0],
-        backward=domain.backward and not (cached and not domain.state_gradients),
-    )
-    return [case] if domain.outside(case) is None else []
+    words: dict[str, Any] = {
+        "key_dim": narrow,
+        "value_dim": narrow,
+        "hidden": narrow,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "dtype": domain.dtypes[0],
+        "cached": cached,
+        "state": "random" if cached else "none",
+        "eps": domain.eps[0],
+        "gating": domain.gatings[0],
+        "lower_bound": domain.lower_bounds[0],
+        "parameter_dtype": domain.parameter_dtypes[0],
+        "qk_norm_eps": domain.qk_norm_eps[0],
+        "qk_norm_form": domain.qk_norm_forms[0],
+        "backward": domain.backward and not (cached and not domain.state_gradients),
+    }
+
+    def case(*lengths: int, heads: int = 1, packed: bool = not domain.batched) -> LayerCase:
+        offsets = domain.offsets[0] if packed else "int64"
+        return LayerCase(lengths, domain.operation, packed=packed, heads=heads, value_heads=heads, offsets=offsets, **words)
+
+    cases = [case(3, heads=MANY_HEADS), case(*(1,) * MANY_SEQUENCES, packed=True), case(*(1,) * MANY_SEQUENCES, packed=False)]
+    return [case for case in cases if domain.outside(case) is None]
 
 
 @st.composite

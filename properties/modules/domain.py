@@ -38,7 +38,9 @@ CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
-MANY_CHANNELS, ODD_STARTS = 4097, (4098, 5, 6)  # of a convolution: channels, and sequences that begin at 4,098 and at 4,103
+MANY_CHANNELS, MANY_HEADS = 4097, 513  # of a convolution, and of gates and norms
+MANY_SEQUENCES, ODD_STARTS = 1100, (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
+UNEVEN = (515, 4099)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -190,8 +192,9 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
-    that begin at even and odd places behind token 4,096. A convolution has over 4,096 channels, or as many as it takes. There are
-    none if the check draws no long cases, or if kernels are compiled.
+    that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024 packed sequences with
+    states, and over 4,096 channels, or as many as it takes. Gates and norms have over 512 heads, and over 512 and over 4,096
+    channels in numbers that are no multiples of 4. There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -202,6 +205,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         "out_width": narrow,
         "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
         "activation": domain.activations[0],
+        "state": "random" if domain.initial_state else "none",
         "final_state": domain.final_state,
         "state_columns": domain.state_columns,
         "oldest": domain.state_columns != "W",  # some kernels drop the cotangent of a column that no output reads
@@ -218,9 +222,14 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     if domain.drawing.quick and domain.longest >= LONG:
         longest = min(domain.longest, ROWS)
         cases += [case(*[longest] * -(-ROWS // longest), heads=2 if domain.operation in NORMS else 1)]
-        cases += [case(*ODD_STARTS, packed=True)] if "packed" in every else []
+        cases += [case(*(min(length, domain.longest) for length in ODD_STARTS), packed=True)] if "packed" in every else []
+    few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
-        cases += [case(min(5, domain.longest), width=_many_channels(domain))]
+        cases += [case(min(5, domain.longest), width=_many_channels(domain)), case(*unequal, packed=True)]
+    elif "width" in every:
+        wide = [next((width for width in range(least, MAX_WIDTH + 1) if domain.has_width(width)), narrow) for least in UNEVEN]
+        cases += [case(few, width=width, out_width=out) for width, out in zip(wide, (wide[0], narrow), strict=True)]
+    cases += [case(few, heads=MANY_HEADS)] if "heads" in every else []
     return [case for case in cases if domain.outside(case) is None]
 
 

@@ -16,7 +16,7 @@ from properties.rules.case import check_gradients, overflows
 from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
 from properties.words.line import MAX_TOKENS
 from properties.words.names import known_fields
-from properties.words.sizes import with_drawing
+from properties.words.sizes import at_limits, with_drawing
 from properties.words.word import flag, some_of
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
@@ -27,6 +27,7 @@ SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
 SHARED = 3 / 4  # share of a layer's cases with cp over 1, if there are more than two ranks
 LONGEST = 66
+MANY_SEQUENCES, MANY_HEADS = (33, 130), 257  # just over usual limits: 32 and 128, and 8 bits
 MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
 OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d", "kda_layer")
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
@@ -57,6 +58,7 @@ class PathDomain(AnyDomain):
     """
 
     CASE = ParallelCase
+    has_limits = True
 
     operation: str = "gdn_layer"
     ranks: int = 8
@@ -249,6 +251,57 @@ def compiles(case: ParallelCase) -> bool:
 def _piece(case: ParallelCase) -> int:
     """Return the tokens in each piece that a CP rank holds; for zigzag, whose pieces differ, those of all its pieces together."""
     return len(case.tokens_of_ranks()[0]) // (2 if case.layout == "zigzag_batch" else 1)
+
+
+def limits(domain: PathDomain) -> list[ParallelCase]:
+    """Return cases just over usual limits, cheap because they are narrow and short, as far as the domain allows them.
+
+    These are over 32 and over 128 packed sequences before one that lies over two ranks, and over 256 heads. There are none if the
+    check draws no large cases, and on a GPU.
+    """
+    if not at_limits(domain):
+        return []
+    layer, narrow, several = domain.operation == "gdn_layer", min(domain.widths), domain.ranks > 1
+    cp = 2 if several and domain.context_parallel else 1
+    tp = 2 if several and cp == 1 and domain.tensor_parallel else 1
+    share, group = tp * cp if layer else 1, 2 if domain.grouped_heads else 1
+    words: dict[str, Any] = {
+        "operation": domain.operation,
+        "tp": tp,
+        "cp": cp,
+        "key_dim": narrow,
+        "value_dim": narrow,
+        "heads": share,
+        "value_heads": group * share,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "dtype": domain.dtypes[0],
+        "backward": domain.backward,
+        **{name: choices[0] for name, choices in domain.choices},
+    }
+    if domain.operation in RULES:
+        words |= {"in_kernel": domain.in_kernel[0], "final_state": domain.final_state}
+        words |= {"state": "random" if domain.initial_state else "none"}
+
+    cases = []
+    for layout in domain.layouts:
+        unit = 2 * cp if layout.startswith("zigzag") else cp
+        for count in MANY_SEQUENCES if domain.packed else ():
+            half = max(2, domain.least_piece)  # tokens of the long sequence on each rank, if ranks cut the tokens of all sequences
+            half += -(count - 1 + half) % max(1, unit // 2)
+            short = (1,) * (count - 1)
+            lengths = (unit,) * (count - 1) + (3 * unit,) if layout == "zigzag" else (*short, 2 * half, *short)
+            cases.append(_with_first_norm(domain, ParallelCase(lengths, layout=layout, packed=True, **words)))
+        tokens, heads = -(-max(4, domain.least_piece * 2 * cp) // unit) * unit, -(-MANY_HEADS // share) * share
+        many: dict[str, Any] = {"heads": heads, "value_heads": group * heads, "packed": not domain.batched}
+        cases.append(_with_first_norm(domain, ParallelCase((tokens,), layout=layout, **(words | many))))
+    return [case for case in cases if domain.outside(case) is None]
+
+
+def _with_first_norm(domain: PathDomain, case: ParallelCase) -> ParallelCase:
+    """Return the case with the first norm of q and k that the domain has, if the operation normalises them."""
+    if not case.WORDS["qk_norm_eps"].acts(case):
+        return case
+    return dataclasses.replace(case, qk_norm_eps=domain.qk_norm_eps[0], qk_norm_form=domain.qk_norm_forms[0])
 
 
 @st.composite

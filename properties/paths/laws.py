@@ -29,6 +29,7 @@ from properties.paths.domain import (
     MESHES,
     PathDomain,
     case_ranks,
+    limits,
     path_cases,
 )
 from properties.paths.illegal import JUDGED
@@ -611,6 +612,7 @@ PATH_LAWS: dict[str, Law] = {
             lambda domain: _paths(path_cases(domain, tokens=100)),
             _parallel,
             _needs(computes=True),
+            always=lambda domain: [Example(case) for case in limits(domain)],
         ),
         Law(
             "same",

@@ -1,8 +1,9 @@
 """The domain of decoding on a pool of states, and cases drawn from it."""
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Self
 
 from hypothesis import strategies as st
@@ -151,7 +152,10 @@ class PoolDomain(AnyDomain):
 
 TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
 _NUMBERS = 2**17  # most numbers in a pool
-MANY_DRAFTS, MANY_HEADS = 65, 129  # requests of two tokens, and heads, just over usual limits
+MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
+LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
+MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
+_MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
 
 
 def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
@@ -189,8 +193,10 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token, of which in another case some begin; over 64 requests of two tokens, of which some
-    keep a part; and over 128 heads. There are none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots, of which in another case some begin; over 256
+    requests of two tokens, of which some keep a part; requests of over 128 tokens, of which one keeps so many; over 256 heads, with
+    several value heads for each key head; and over 256 value heads for one key head. There are none if the check draws no large
+    cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -198,24 +204,38 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     fixed = conventions(rule)
     names = {*PoolCase.WORDS} & fixed.keys() - {"operation"}
     key_dim, value_dim = min(keys_of(rule, 16)), min(values_of(rule, 16))
+    value_dim = key_dim if rule.equal_widths else value_dim
     words: dict[str, Any] = {
         **{name: fixed[name] for name in names},
         "state_dtype": domain.states_of(rule.dtypes[0])[0],
         "key_dim": key_dim,
-        "value_dim": key_dim if rule.equal_widths else value_dim,
+        "value_dim": value_dim,
         "packed": not rule.batched,
         "state": "random",
         "rule": rule.operation,
         "padding_slot": (domain.padding_slots or ("-1",))[0],
         "indices": domain.indices[0],
     }
+    few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
+    value_heads = 2 * MANY_HEADS if rule.grouped_heads else MANY_HEADS
     cases = [
-        PoolCase((1,) * MANY_SEQUENCES, **words),
+        PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
-        PoolCase((1,), heads=MANY_HEADS, value_heads=MANY_HEADS, **words),
+        PoolCase((1,), heads=MANY_HEADS, value_heads=value_heads, **words),
+        PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
+        *_long_drafts(domain, words),
     ]
     return [case for case in cases if domain.outside(case) is None]
+
+
+def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
+    """Yield a case in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, but not all of all."""
+    least = next((least for least in ACCEPTED if least < domain.most_tokens), None)
+    if least is not None and domain.accepts:
+        lengths = (min(domain.most_tokens, least + 2),) * LONG_DRAFTS
+        cases = (PoolCase(lengths, accepted="some", seed=seed, **words) for seed in itertools.count())
+        yield next(case for case in cases if max(case.accepted_counts) >= least)
 
 
 @st.composite

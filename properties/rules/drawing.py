@@ -26,7 +26,9 @@ from properties.words.sizes import (
     LENGTHS,
     LONG_PAIR,
     MANY_HEADS,
+    MANY_STEPS,
     MANY_TOKENS,
+    MANY_TOKENS_OF_CHUNKS,
     NARROW,
     kind_of,
     kinds_of,
@@ -39,7 +41,8 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY_SEQUENCES, MANY = 1100, 257  # sequences, and heads, just over usual limits
-MANY_ROWS, MANY_OF_A_KEY = 129, 64  # sequences of a batch, and value heads of a key head
+MANY_ROWS, MANY_OF_A_KEY = 257, 257  # sequences of a batch, and value heads of a key head: just over 8 bits
+WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
 ONE_SIGNED = 5  # one case in so many, of those whose gates remember, has values of one sign
@@ -56,10 +59,11 @@ def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
     These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; over 256 heads, with several value
-    heads for each key head, and with gates in the kernel; 64 value heads for one key head; and over 128 sequences of a batch. Where
-    kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of over
-    4,095 tokens, and two sequences of over 1,024, as a batch and packed. There are none if the check draws no long cases, and if
-    kernels are compiled (a `reach` above 1), because they compile for few widths.
+    heads for each key head, and with gates in the kernel; over 256 value heads for one key head; and over 256 sequences of a batch.
+    Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of
+    over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and values of
+    over 512 channels. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because
+    they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -78,11 +82,15 @@ def limits(domain: Domain) -> list[Case]:
         heads(MANY, 2 * MANY),
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
         heads(1, MANY_OF_A_KEY),
-        _narrow_case(domain, lengths=(domain.most(2),) * MANY_ROWS),
+        _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
     ]
     if quick:
+        long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
         found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
-        found += [_narrow_case(domain, lengths=(up(MANY_TOKENS),), packed=apart)]
+        found += [
+            _narrow_case(domain, lengths=(up(long),), packed=apart),
+            _narrow_case(domain, least=WIDE_VALUES, lengths=(up(3),), packed=apart),
+        ]
     return [case for case in found if case is not None]
 
 
@@ -102,14 +110,15 @@ def exact_limits(domain: Domain) -> list[Case]:
     return [case for case in cases if domain.outside(case) is None]
 
 
-def _narrow_case(domain: Domain, inside: str = "none", **words: Any) -> Case | None:
-    """Return a case with the narrowest K and V of the domain and a state, if it has one.
+def _narrow_case(domain: Domain, inside: str = "none", least: int = 1, **words: Any) -> Case | None:
+    """Return a case with the narrowest K of the domain, its narrowest V of at least `least`, and a state, if it has one.
 
     None if the case is outside, or if nothing long is drawn.
     """
     if not domain.drawing.long or domain.drawing.reach > 1:
         return None
-    keys, values = ([width for width in range(1, 65) if has(width)] for has in (domain.has_key, domain.has_value))
+    keys = [width for width in range(1, 65) if domain.has_key(width)]
+    values = [width for width in range(least, least + 64) if domain.has_value(width)]
     if domain.equal_widths:
         keys = values = [width for width in keys if width in values]
     if not keys or not values:

@@ -19,7 +19,7 @@ from oracles.serving import SERVING
 from properties.rules.case import Case
 from properties.rules.numbers import NORM_EPS, small_factor
 from properties.traces.events import MOST_TOKENS, PADDING, Roll, Step, check_event, name_of, number_of, tokens_of_event
-from properties.words.line import SEEDS, Line
+from properties.words.line import MAX_HEADS, SEEDS, Line
 from properties.words.word import Word, always, like
 
 PADDING_SLOTS = ("-1", "0")
@@ -27,8 +27,8 @@ FREE = ("zero", "random", "nan", "old")
 ALIGNED = ("row", "request")
 GATES = ("forever", "1000", "64", "10", "mixed")
 VALUES = ("ordinary", "small")
-MOST_EVENTS, MOST_SLOTS = 32, 256
-MOST_ROWS, MOST_TRACE_TOKENS = 256, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
+MOST_EVENTS, MOST_SLOTS = 1000, 512
+MOST_ROWS, MOST_TRACE_TOKENS = 512, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 MOST_WIDTH = 256
 _STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "A_log", "dt_bias"))}
 _QUIET_NAN = {torch.float32: (0x7FC00000, 22, 2**31, torch.int32), torch.bfloat16: (0x7FC0, 6, 2**15, torch.int16)}
@@ -119,8 +119,8 @@ class TraceCase(Line):
     """The slots of the pool that requests and snapshots may have."""
     pad: Annotated[str, Word(choices=PADDING_SLOTS, counted=True, simplest=("-1",))] = "-1"
     """The index of padding rows; if it is 0, slot 0 comes in addition and belongs to nobody."""
-    heads: Annotated[int, Word(span=(1, 64))] = 1
-    value_heads: Annotated[int, Word(span=(1, 64))] = 1
+    heads: Annotated[int, Word(span=(1, MAX_HEADS))] = 1
+    value_heads: Annotated[int, Word(span=(1, MAX_HEADS))] = 1
     key_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 16
     value_dim: Annotated[int, Word(span=(1, MOST_WIDTH))] = 8
     width: Annotated[int, Word(span=(2, 8), simplest=(2, 3))] = 4
@@ -190,6 +190,20 @@ class TraceCase(Line):
         roll = Roll(self.slots, self.snapshots, self.aligned)
         steps = (roll.step(number, event) for number, event in enumerate(self.trace.split("/"), 1))
         return tuple(step for step in steps if step is not None)
+
+    @functools.cached_property
+    def owners(self) -> dict[int, frozenset[str]]:
+        """The requests and snapshots that are there after each step of the plan, by the number of its event."""
+        here, after = set[str](), dict[int, frozenset[str]]()
+        for step in self.plan:
+            if step.kind in ("r", "f"):
+                here -= {step.request, f"{step.request}@"}
+            here |= {step.request} if step.kind == "k" else set()
+            for row in step.rows:
+                here |= {row.request} if row.real else set()
+                here |= {f"{row.request}@"} if row.snapshot is not None else set()
+            after[step.event] = frozenset(here)
+        return after
 
     @property
     def drafts(self) -> int:
@@ -361,7 +375,7 @@ def _repeated(tag: tuple[float, ...], value_heads: int, value_dim: int) -> Tenso
     return heads.repeat(1, -(-value_dim // TAG_CHANNELS))[:, :value_dim]
 
 
-@functools.lru_cache(64)  # a law asks for the tokens of a row when it plays a step and when it judges it
+@functools.lru_cache(1024)  # a law asks for the tokens of a row when it plays a step and when it judges the trace
 def _tokens_of(keys: tuple[int, ...], width: int) -> Tensor:
     """Return numbers in [-1, 1) [tokens, width], a stream for each key. Later calls return the same tensor."""
     if not keys:

@@ -16,7 +16,9 @@ from properties.words.lengths import widths
 from properties.words.sizes import at_limits
 
 _NAMES = [*map(name_of, range(TAGGED))]
-CROWDED = 130  # slots, and rows of the steps, of `crowds`: over 64 and 128, usual sizes of tables of rows
+ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
+CROWDED = ROWS[-1]  # slots of `crowds`
+ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
 MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
@@ -311,20 +313,67 @@ def fixed_cases(domain: TraceDomain, traces: Sequence[str], **words: Any) -> lis
 def crowds(domain: TraceDomain) -> list[TraceCase]:
     """Return cases whose steps have many rows: of many requests, and of few requests behind many padding rows.
 
-    The first has 130 requests, or as many as the domain has slots, with padding rows before them up to 130 rows.
+    The first has steps of the numbers of rows in ROWS, up to the number of slots that the domain has. In each step of a prompt,
+    rows of new requests come first, and rows of requests that go on come last. Its decodes have padding rows in front, up to
+    CROWDED rows.
     """
     cases = []
     for count, paddings in ((min(CROWDED, domain.most_slots), (CROWDED, 0)), (BEHIND, (PADDED + BEHIND,))):
-        names = [*map(name_of, range(count))]
-        prompts = "p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names))
+        names, there = [*map(name_of, range(count))], 0
+        prompts = []
+        for rows in sorted({min(rows, count) for rows in ROWS}):
+            if not there:
+                there = rows - 1
+                prompts.append("p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names[:there])))
+            prompts.append("p:" + ",".join(f"{name}1" for name in (*names[there:rows], *names[:there])))
+            there = rows
         kinds = [kind for kind, event in (("d", "decode"), ("v", "verify")) if event in domain.events]
         traces = []
         for most in paddings:
             padding = [PADDING] * max(0, most - count)  # requests stand behind the padding
-            rows = {"d": [*padding, *names[::-1]], "v": [*padding, *(f"{name}1" for name in names)]}
-            steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(rows[kind])}" for kind in kinds]
-            traces += ["/".join([prompts, *steps, *steps[:1]])] if kinds or not padding else []
-        cases += fixed_cases(domain, traces, slots=count)
+            tokens = {"d": [*padding, *names[::-1]], "v": [*padding, *(f"{name}1" for name in names)]}
+            steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(tokens[kind])}" for kind in kinds]
+            traces += ["/".join([*prompts, *steps])] if kinds or not padding else []
+        cases += fixed_cases(domain, traces, slots=count, free="nan")
+    return cases
+
+
+def admissions(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case in which ADMITTED requests are admitted, up to TOGETHER at a time, beside a request that stays.
+
+    Each has a token more than the last one, so that what a slot held before would stay in the state of the last one, whose keys
+    differ by position. There is none where kernels are interpreted, because every event launches some.
+    """
+    if "free" not in domain.events or not domain.drawing.quick:
+        return []
+    first, *others = _NAMES
+    *names, last = (others[number % len(others)] for number in range(ADMITTED - 1))
+    events = [f"p:{first}1"]
+    for place in range(0, len(names), TOGETHER):
+        some = names[place : place + TOGETHER]
+        events += ["p:" + ",".join(f"{name}2" for name in some), *(f"f:{name}" for name in some)]
+    events += [f"p:{last}1", _token(domain, [first, last])]
+    return fixed_cases(domain, ["/".join(events)], slots=1 + TOGETHER, free="old", width=max(domain.widths))
+
+
+def many_heads(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case of MANY_HEADS key heads, with two value heads each where the domain groups them."""
+    value_heads = 2 * MANY_HEADS if domain.grouped_heads else MANY_HEADS
+    return fixed_cases(domain, [f"p:a3,b1/{_token(domain, ['b', 'a'])}"], heads=MANY_HEADS, value_heads=value_heads)
+
+
+def leaks(domain: TraceDomain) -> list[TraceCase]:
+    """Return cases in which a request begins from a snapshot whose owner leaves, in either order, until all slots have owners."""
+    every, cases = min((tokens for tokens in domain.snapshots if tokens), default=0), []
+    if not {"fork", "free"} <= {*domain.events}:
+        return []
+    saves = [(f"p:a{every}", {"snapshots": every, "aligned": domain.alignments[0]})] if every else []
+    saves += [("p:a5/s:a", {})] if "save" in domain.events else []
+    ways = [kind for kind, event in (("r", "preempt"), ("f", "free")) if event in domain.events]
+    for save, words in saves:
+        turns = [turn for kind in ways for turn in (f"{kind}:a/f:b", f"f:b/{kind}:a")]
+        trace = "/".join([*(f"{save}/k:b<a@/{turn}/p:c1,d1,e1/f:c/f:d/f:e" for turn in turns)])
+        cases += fixed_cases(domain, [trace], slots=3, **words)
     return cases
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TAGGED, TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import VALUE_WIDTHS, crowds, forks, long_requests, repeats, trace_cases
+from properties.traces.drawing import (
+    VALUE_WIDTHS,
+    admissions,
+    crowds,
+    forks,
+    leaks,
+    long_requests,
+    many_heads,
+    repeats,
+    trace_cases,
+)
 from properties.traces.events import name_of, number_of
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
@@ -30,6 +40,12 @@ def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """Owners keep every bit in steps that are not about them, and so do slots that nobody owns.
 
     A request of whose draft nothing is accepted keeps its bits too. Forks, swaps and transfers are copies of a state and a window.
+
+    What an owner has is compared wherever its slot is, so a step may move it. A slot must keep its bits if nobody owned it before,
+    during and after the step, because then nobody's step may write to it. A slot that a request had during the step alone, such as
+    the first of two between which the step moves it, may hold anything: it was the request's to write, nobody owns it now, and
+    whoever gets it next is judged by the laws of first tokens. An engine that uses further slots within one call names them in
+    `scratch`.
     """
     case: TraceCase = example.case
     was: dict[str, Slot] = {}
@@ -288,7 +304,7 @@ TRACE_LAWS: dict[str, Law] = {
             "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
-            always=lambda domain: [Example(case) for case in (*crowds(domain), *long_requests(domain))],
+            always=lambda domain: [Example(case) for case in (*crowds(domain), *long_requests(domain), *many_heads(domain))],
         ),
         Law(
             "tags",
@@ -298,6 +314,7 @@ TRACE_LAWS: dict[str, Law] = {
             tags,
             _tag_channels,
             lacks=_tagable,
+            always=lambda domain: [Example(case) for case in admissions(domain) if _tagable(case, None) is None],
         ),
         Law(
             "ledger",
@@ -330,6 +347,7 @@ TRACE_LAWS: dict[str, Law] = {
             "no slot has two owners, no slot is lost, and slots that belong to nobody are not handed out",
             _drawn(),
             _slots,
+            always=lambda domain: [Example(case) for case in leaks(domain)],
         ),
         Law(
             "renamed",

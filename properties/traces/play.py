@@ -104,8 +104,8 @@ class Moment:
     """One step of a played trace.
 
     `rows` are the outputs [count, HV, V] of the step's rows, by place, without those that were left out. `before` and `after` have
-    what every owner has, `slots` their slots after the step, and `idle` what every slot holds that nobody owned before and after
-    the step, at both times.
+    what every owner has, `slots` their slots after the step, and `idle` what every slot holds that nobody owned before the step,
+    during it (as far as an engine shows that between its calls) and after it, before and after the step.
     """
 
     step: Step
@@ -145,26 +145,27 @@ def play(
     _fill(engine, case, _idle(engine, engine.slots()), other)
     for step in case.plan:
         was, idle = _look(engine, engine.slots())
-        outputs = dict[int, Tensor]()
+        outputs, used = dict[int, Tensor](), set[int]()
         if step.rows:
             engine.admit([row.request for row in step.rows if row.begins])
+            used |= _owned(engine)
             places = range(len(step.rows))
             calls = [[place] for place in places if step.rows[place].count] if apart else [[*places]]
             for call in calls:
                 if any(step.rows[place].real for place in call):
                     drafts, padding = int("drafts" in other), int("padding" in other)
                     batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
-                    o = _process(engine, step, batch, [step.rows[place].accepted for place in call], between)
+                    o = _process(engine, step, batch, [step.rows[place].accepted for place in call], used, between)
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
         else:
             _change(engine, step)
         slots = dict(engine.slots())
         check_owners(slots, step, case)
         now, left = _look(engine, slots)
-        still = {slot: (idle[slot], after) for slot, after in left.items() if slot in idle}
+        still = {slot: (idle[slot], after) for slot, after in left.items() if slot in idle and slot not in used}
         yield Moment(step, outputs, was, now, slots, still)
         if case.free != "old":
-            _fill(engine, case, [slot for slot in left if slot not in idle], other)
+            _fill(engine, case, [slot for slot in left if slot not in still], other)
 
 
 def advance(engine: Played, case: TraceCase, step: Step) -> None:
@@ -173,17 +174,19 @@ def advance(engine: Played, case: TraceCase, step: Step) -> None:
         _change(engine, step)
         return
     engine.admit([row.request for row in step.rows if row.begins])
-    _process(engine, step, case.batch(step), [row.accepted for row in step.rows])
+    _process(engine, step, case.batch(step), [row.accepted for row in step.rows], set())
 
 
 def _process(
-    engine: Played, step: Step, batch: Batch, accepted: Sequence[int], between: Callable[[], object] = lambda: None
+    engine: Played, step: Step, batch: Batch, accepted: Sequence[int], used: set[int], between: Callable[[], object] = lambda: None
 ) -> Tensor:
-    """Let an engine process a batch of a step, and return its outputs."""
+    """Let an engine process a batch of a step, and return its outputs. Slots that have owners between its calls go to `used`."""
     o = {"p": engine.prefill, "d": engine.decode, "s": engine.decode, "v": engine.verify}[step.kind](batch)
+    used |= _owned(engine)
     if step.kind == "v":
         between()
         engine.commit(accepted)
+        used |= _owned(engine)
     return o
 
 
@@ -197,23 +200,10 @@ def _change(engine: Played, step: Step) -> None:
 
 def check_owners(owners: Collection[str], step: Step, case: TraceCase) -> None:
     """Raise Breach if an engine has other requests or snapshots after a step than the trace."""
-    want, got = owners_after(case, step), {*owners}
+    want, got = case.owners[step.event], {*owners}
     for owner in sorted(want ^ got):
         what = "has no slot" if owner in want else "still has a slot"
         raise Breach(f"an owner {what}", f"{named(owner)} after event {step.event} ({step.text}) of {case.trace}")
-
-
-def owners_after(case: TraceCase, last: Step) -> set[str]:
-    """Return the requests and snapshots that are there after a step."""
-    here: set[str] = set()
-    for step in case.plan[: case.plan.index(last) + 1]:
-        if step.kind in ("r", "f"):
-            here -= {step.request, f"{step.request}@"}
-        here |= {step.request} if step.kind == "k" else set()
-        for row in step.rows:
-            here |= {row.request} if row.real else set()
-            here |= {f"{row.request}@"} if row.snapshot is not None else set()
-    return here
 
 
 def named(owner: str) -> str:
@@ -225,6 +215,11 @@ def _idle(engine: Played, slots: Mapping[str, int]) -> list[int]:
     """Return the slots that nobody owns, without those that padding rows may write to."""
     owned = {*slots.values(), *engine.scratch(), *engine.unowned}
     return [slot for slot in range(len(engine.states)) if slot not in owned]
+
+
+def _owned(engine: Played) -> set[int]:
+    """Return the slots that requests and snapshots have now, and those that requests have beside their own."""
+    return {*engine.slots().values(), *engine.scratch()}
 
 
 def _fill(engine: Played, case: TraceCase, slots: Sequence[int], other: Collection[str]) -> None:
