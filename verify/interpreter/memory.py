@@ -179,7 +179,8 @@ class Memory:
 
     def holds(self, data: Any) -> None:
         """Record the size of a block."""
-        self.largest_block = max(self.largest_block, data.size // max(1, len(data)))
+        if (size := data.size // (len(data) or 1)) > self.largest_block:
+            self.largest_block = size
 
     def _in_order(self, span: Span) -> None:
         """Unordered if a plain access follows an atomic to the same memory, because the order of programs then matters."""
