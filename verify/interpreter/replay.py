@@ -280,8 +280,7 @@ class _Recording:
         returned = self._returned(result)
         if not self._sound or (result is None and not self._lines):
             return _OPAQUE
-        if self._ran:
-            self._lines.append(f"ran.update({self._constant(self._ran)})")
+        self._note_branches()
         arguments = ", ".join(["b", *(f"a{number}" for number in range(len(self._tensors)))])
         constants = ", ".join(f"c{number}" for number in range(len(self._constants)))
         body = "".join(f"        {line}\n" for line in [*self._lines, f"return {returned}"])
@@ -291,6 +290,10 @@ class _Recording:
             exec(compile(text, __file__, "exec"), names)
             _factories[text] = names["make"]
         return _factories[text](*self._constants)
+
+    def _note_branches(self) -> None:
+        if self._ran:
+            self._lines.append(f"ran.update({self._constant(self._ran)})")
 
     def _own(self, result: Any, tensors: list[Any]) -> Any:
         """The result, with the caller's tensors in place of their copies."""
