@@ -159,7 +159,7 @@ def replayed_kernel(x, y, n, SAME: tl.constexpr, FACTOR: tl.constexpr, KIND: tl.
     """Statements whose variables have the same types in every launch, and other values."""
     o = tl.program_id(0) * 16 + tl.arange(0, 16)
     first, other = tl.load(x + o), tl.load(x + o + n)
-    if SAME:
+    if SAME:  # noqa: SIM108 - the statements after a branch are recorded by themselves
         second = first
     else:
         second = other
@@ -912,6 +912,8 @@ def _unmasked(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) ->
 
 
 ranges, suspect = grid.ranges, memory.Memory._suspect
+
+
 def _without_floats(value: Any, tensors: list[Any], key: Any = replay._key) -> Any:
     return float if type(value) is float else key(value, tensors)
 

@@ -98,7 +98,8 @@ class Function:
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame:
             call.machine.enter(frame.programs)
             names = frame.names
-            values = replayed(call, tuple([names[name] if name in names else replay.ABSENT for name in read]))
+            # Not names.get, which finds no variables of an outer frame.
+            values = replayed(call, tuple([names[name] if name in names else replay.ABSENT for name in read]))  # noqa: SIM401
             names.update((name, value) for name, value in zip(assigned, values, strict=True) if value is not replay.ABSENT)
             return frame
 

@@ -315,7 +315,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
     plain = get(f"InterpreterBuilder.{name}")
 
     def call(self: Any, *arguments: Any) -> Any:
-        if self.effects and any([isinstance(argument, Ordered) for argument in arguments]):
+        if self.effects and any(isinstance(argument, Ordered) for argument in arguments):
             return Ordered(arguments[-1].dtype if hasattr(arguments[-1], "dtype") else arguments[-1].scalar)
         result = plain(self, *arguments)
         self.memory.holds(result.data)

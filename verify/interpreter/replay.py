@@ -1,12 +1,12 @@
 """Operations of Triton's language, replayed: the calls of the builder that an operation makes are recorded once.
 
-A compiled kernel's operations run before there is any data: they choose instructions by the types of their operands and by the
+A compiled kernel's operations run before there is any data. They choose instructions by the types of their operands and by the
 values of their constants. So two calls of an operation with equal types and constants make the same calls of the builder, and
 return values of the same types. The first such call is recorded here. Later ones call the builder directly, which computes as it
-did, and leave out the rest of Triton's code, in which most of the time was spent.
+did, and leave out the rest of Triton's code. Statements that only assign are recorded in the same way, as one operation.
 
-A call is recorded only if each handle in it is an argument's, a constant, or the result of an earlier call of the builder, and if no
-data decided what it did. All other operations run as they are.
+A call is not replayed if data decided what it did, or if it used a handle that is not an argument's, a constant's or the result of
+one of its calls of the builder. Then all of Triton's code runs each time.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ _semantic, _block, _tensor, _constexpr = get("interpreter.interpreter_semantic")
 # Calls of the builder that depend on nothing but their arguments. If these are constants, the result is one.
 _CONSTANT = ("get_", "create_make_range", "create_splat", "create_broadcast", "create_expand_dims")
 _IGNORE_POINTEE = ("create_splat", "create_bitcast")  # these take the memory of a pointer from its handle, not from a type
+_CONSTANTS = frozenset({int, float, bool, str, _constexpr})
 _BY_ONE = {("binary_op",), ("unary_op",), ("ternary_op",), ("cast_impl",)}
 MOST = 4096  # recorded calls of one operation
 _OPAQUE = object()  # in place of a recorded call: it cannot be replayed
@@ -249,7 +250,7 @@ class _Recording:
             return word
         if isinstance(value, (tuple, list)) and [*_handles_in(value)]:
             return f"[{', '.join(map(self._word, value))}]"
-        if isinstance(value, _Handle) and not hasattr(value, "constant") or hasattr(value, "copied"):
+        if (isinstance(value, _Handle) and not hasattr(value, "constant")) or hasattr(value, "copied"):
             self._sound = False
         return self._constant(value)
 
@@ -271,7 +272,12 @@ class _Recording:
         if kind is tuple or kind is tl.tuple:
             parts = f"({''.join(self._returned(part) + ', ' for part in value)})"
             return parts if kind is tuple else f"several({parts})"
-        if value is not None and value is not ABSENT and kind not in (int, float, bool, str, _constexpr) and not isinstance(value, tl.dtype):
+        if (
+            value is not None
+            and value is not ABSENT
+            and kind not in (int, float, bool, str, _constexpr)
+            and not isinstance(value, tl.dtype)
+        ):
             self._sound = False
         return self._constant(value)
 
