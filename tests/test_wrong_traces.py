@@ -185,7 +185,7 @@ def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_fa
     with Check(Settings("zoo/StateKeepsTheDraft", ["tags"], PROFILES["few"]), [worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.run is not None
-    assert report.run.endswith("op=serving trace=p:a1/v:a0:1 slots=1 key_dim=4 value_dim=4 width=2")
+    assert report.run.endswith("op=serving trace=p:a1/v:a0:2 slots=1 key_dim=4 value_dim=4 width=2")
     assert "of head 0 the tag of request a's rejected draft 0 in event 2" in report.findings[0].what
 
 

@@ -125,12 +125,15 @@ class TraceDomain(AnyDomain):
         refused = [
             step.text for step in drafts if any(row.real and not row.accepted for row in step.rows) and not self.none_accepted
         ]
+        plain = [row for step in drafts for row in step.rows if self.ragged and row.real and row.count == 1]
+        undone = [row.request for row in plain if not row.accepted]
         return (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
             (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
             (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
             (not ragged, f"{''.join(ragged[:1])}: drafts of different numbers of tokens are not supported"),
             (not refused, f"{''.join(refused[:1])}: a draft of which nothing is accepted is not supported"),
+            (not undone, f"{''.join(undone[:1])}: a row of one token beside drafts is a plain decode, which is never rejected"),
             (case.slots <= self.most_slots, f"slots={case.slots}: more than {self.most_slots} slots are not supported"),
             (
                 case.pad in self.padding_slots or all(row.real for _, row in rows),

@@ -304,7 +304,9 @@ TRACE_LAWS: dict[str, Law] = {
             "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
-            always=lambda domain: [Example(case) for case in (*crowds(domain), *long_requests(domain), *many_heads(domain))],
+            always=lambda domain: [
+                Example(case) for case in (*crowds(domain), *long_requests(domain), *many_heads(domain), *forks(domain))
+            ],
         ),
         Law(
             "tags",
