@@ -103,7 +103,7 @@ SEEN_BY_ONE_LAW = {
     traces.SlotsDecideTheRounding: "renamed",
 }
 OTHER_CASES = 2
-WITHOUT_THE_FORM = 24  # examples of a domain that lacks a form; with it, these engines are broken in as many
+WITHOUT_THE_FORM = 32  # examples of a domain that lacks a form; with it, these engines are broken in as many
 # Wrong engines that only one form of step shows, with the domain that lacks it, in which they hold.
 SHOWN_BY_ONE_FORM = {
     traces.OneWidthForAllDrafts: TraceDomain(ragged=False),

@@ -337,7 +337,8 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
         plain = cases(domain, values="ordinary", packed=packs(domain)).filter(
             lambda case: case.tokens > 0 and case.backward == domain.backward and getattr(case, "state", "random") == "random"
         )
-        return firm_examples(domain, *kinds, *(examples_of(plain, None, (kind,)) for kind in ("inference", "no_grad")))
+        found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
+        return [*found, *(dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference")]
 
     return Law(
         "history",

@@ -391,13 +391,18 @@ def long_requests(domain: TraceDomain) -> list[TraceCase]:
 
 
 def forks(domain: TraceDomain) -> list[TraceCase]:
-    """Return cases in which a request begins from a snapshot, after which the snapshot is taken again."""
+    """Return cases in which a request begins from a snapshot.
+
+    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part.
+    """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     token, cases = _token(domain, ["b"]), []
     if "fork" in domain.events and every:
         snapshot = f"p:a{every}"
         aligned = domain.alignments[0]
         cases += fixed_cases(domain, [f"{snapshot}/k:b<a@/{snapshot}/{token}"], slots=5, snapshots=every, aligned=aligned)
+        parts = f"p:a{every - 1}/p:a1/k:b<a@/{token}"
+        cases += fixed_cases(domain, [parts], slots=5, snapshots=every, aligned="request", width=max(domain.widths))
     if {"fork", "save"} <= {*domain.events}:
         cases += fixed_cases(domain, [f"p:a5/s:a/k:b<a@/s:a/{token}"], slots=5)
     return cases

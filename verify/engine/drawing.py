@@ -5,7 +5,7 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hypothesis.errors import Unsatisfiable
@@ -68,8 +68,9 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
     """
     seed, special = mix_words(seed, law.name), dict[int, Any]()
     strategy = strategy or (lambda law, domain: law.draw(domain))
-    look = _in_turn(law, domain, look) if law.turns(domain) else look
     long = domain.drawing.long
+    always = [*law.always(domain)] if long else []
+    look = _in_turn(law, domain, always, look) if law.turns(domain) else look
     kinds = places(examples, long, seed) if domain.draws_large else {}
     for kind in dict.fromkeys(kinds.values()):
         where = [place for place in kinds if kinds[place] == kind]
@@ -77,7 +78,7 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
         special |= dict(zip(where, large, strict=False))
     if long:
         free = (place for place in range(first_place(examples, long) + 1, examples) if place not in kinds)
-        special |= dict(zip(free, law.always(domain), strict=False))
+        special |= dict(zip(free, always, strict=False))
     begin, done = list[Any](), 0
 
     def put(*ordinary: Any) -> None:
@@ -108,16 +109,16 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
         look(special[place])
 
 
-def _in_turn(law: Law, domain: Any, look: Look) -> Look:
+def _in_turn(law: Law, domain: Any, always: Sequence[Any], look: Look) -> Look:
     """A function that gives an example the first variant that did not come yet, of those that its case may have, and passes it on.
 
-    An example that the law always has keeps its variant, and so does one for which none is left.
+    An example that the law always has, one of `always`, keeps its variant, and so does one for which none is left.
     """
-    left, firm = [*law.turns(domain)], [*law.always(domain)]
+    left = [*law.turns(domain)]
 
     def turned(example: Any) -> None:
         possible = [variant for variant in left if law.lacks(example.case, variant) is None]
-        if possible and example not in firm:
+        if possible and example not in always:
             example = dataclasses.replace(example, variant=possible[0])
         if example.variant in left:
             left.remove(example.variant)
