@@ -25,8 +25,7 @@ from packaging.version import Version
 from verify.interpreter import OutOfBounds, Race, UnknownTriton, install, patches
 
 install()
-from verify.interpreter import branches, grid, launch, memory, operations, races, replay  # noqa: E402 - these need a patched interpreter
-from verify.interpreter.internals import get  # noqa: E402
+from verify.interpreter import grid, launch, memory, operations, races  # noqa: E402 - these need a patched interpreter
 from verify.interpreter.variables import Names  # noqa: E402
 
 N = 16
@@ -152,25 +151,6 @@ def widths_kernel(x, y, n):
     tl.store(y + i, wide + 1)
     if i > 3:
         tl.store(y + i, only + tl.sum(part, 0) + wide)
-
-
-@triton.jit
-def replayed_kernel(x, y, n, SAME: tl.constexpr, FACTOR: tl.constexpr, KIND: tl.constexpr):
-    """Statements whose variables have the same types in every launch, and other values."""
-    o = tl.program_id(0) * 16 + tl.arange(0, 16)
-    first, other = tl.load(x + o), tl.load(x + o + n)
-    if SAME:  # noqa: SIM108 - the statements after a branch are recorded by themselves
-        second = first
-    else:
-        second = other
-    product = first * second
-    scaled = (product * FACTOR).to(KIND) + first.to(KIND)
-    total = scaled.to(tl.float32)
-    tl.store(y + 1024 + o, product * FACTOR)
-    for j in range(n % 4):
-        total += j * first
-    total *= 1.0 if n > 9 else 2.0
-    tl.store(y + o, total)
 
 
 @triton.jit
@@ -641,39 +621,6 @@ def check_types_that_part() -> None:
     same(widths_kernel)
 
 
-def check_launches_again() -> None:
-    """Whatever is recorded of launches with some values is right for others, whose types are the same."""
-    for _ in range(3):
-        for kind in (tl.float32, tl.float16, tl.bfloat16):
-            for n, alike, factor in (*[(11, True, 0.5)] * 2, (11, True, 1.5), (11, False, 0.5), (6, False, 2), (11, False, 2.5)):
-                same(replayed_kernel, n, SAME=alike, FACTOR=factor, KIND=kind)
-
-
-def check_branches_of_launches_again() -> None:
-    """A launch that is replayed reports the same branches."""
-    found = []
-    for _ in range(4):
-        with branches.recorded() as blocks:
-            ran(choice_kernel, numbers(), numbers(), 11, "grid")
-            ran(constants_kernel, numbers(), numbers(), 11, "grid")
-            ran(replayed_kernel, numbers(), numbers(), 11, "grid", SAME=False, FACTOR=1, KIND=tl.float32)
-        found.append({name: (every, sorted(those)) for name, (every, those) in blocks.items()})
-    assert found[0]
-    assert all(blocks == found[0] for blocks in found), found
-
-
-def check_races_of_launches_again() -> None:
-    """A race in a launch that would be replayed has the line of its access."""
-    places = set()
-    for _ in range(4):
-        try:
-            overlapping_kernel[(N,)](numbers(), numbers(), 11)
-        except Race as race:
-            places.add(race.place)
-    assert len(places) == 1, places
-    assert places.pop().startswith("grid_kernels.py:")
-
-
 def check_block_pointers() -> None:
     if Version(triton.__version__) < Version("3.9"):
         same(blocks_kernel, ROWS=2)
@@ -912,17 +859,7 @@ def _unmasked(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) ->
 
 
 ranges, suspect = grid.ranges, memory.Memory._suspect
-
-
-def _without_floats(value: Any, tensors: list[Any], key: Any = replay._key) -> Any:
-    return float if type(value) is float else key(value, tensors)
-
-
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "records one tensor for two": (replay, "_copied", lambda handle: handle),
-    "records what data decided": (replay, "looks_at_data", lambda: None),
-    "takes any float for the recorded one": (replay, "_key", _without_floats),
-    "does not say which branches it replays": (replay._Recording, "_note_branches", lambda self: None),
     "decides for all by the first": (operations, "agreed", _first_group_for_all),
     "keeps the last group's values": (grid, "merged", _last_wins),
     "ends loops with the shortest": (grid, "ranges", _shortest_loop),
@@ -961,9 +898,7 @@ def answer(_: dict[str, Any]) -> dict[str, Any]:
     checks = {name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
     report: dict[str, Any] = {name: trouble(check) for name, check in checks.items()}
     report["faults"], first = {}, sorted(checks, key=DEAR.__contains__)
-    rewritten = get("InterpretedFunction.rewritten_fn")
     for fault, (owner, name, wrong) in FAULTS.items():
-        rewritten.clear()  # so that nothing stays recorded
         with mock.patch.object(owner, name, wrong):
             report["faults"][fault] = next((name for name in first if trouble(checks[name])), "")
     return report

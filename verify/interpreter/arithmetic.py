@@ -154,9 +154,8 @@ def narrow(values: Any) -> Any:
     """The bfloat16 bit patterns nearest to `values`, ties to even; NaN stays NaN."""
     values = np.asarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
-    nearest = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-    nan = np.isnan(values)
-    return np.where(nan, np.uint16(0x7FC0), nearest) if nan.any() else nearest
+    nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
 
 
 def fused(x: Any, y: Any, z: Any) -> Any:

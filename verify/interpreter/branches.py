@@ -16,8 +16,7 @@ Node = TypeVar("Node", bound=ast.AST)
 Block = tuple[str, str]  # a function, as "module:name", and a block: its line, or line and column; "" for the function itself
 _blocks: list[Block] = []
 _numbers: dict[Block, int] = {}
-ran: set[int] = set()  # the numbers of the blocks that ran
-noted: set[int] | None = None  # if not None, the numbers of blocks that run are put here too
+_ran: set[int] = set()
 _lock = threading.Lock()
 _depth = 0
 
@@ -35,13 +34,7 @@ def mark(tree: ast.Module, function: Any) -> None:
     if marker.found:
         after_docstring = 1 if ast.get_docstring(body) is not None else 0
         body.body.insert(after_docstring, _located(ast.Expr(_call((key, ""))), body.body[0]))
-        function.__globals__[_MARK] = _run
-
-
-def _run(number: int) -> None:
-    ran.add(number)
-    if noted is not None:
-        noted.add(number)
+        function.__globals__[_MARK] = _ran.add
 
 
 @contextlib.contextmanager
@@ -53,7 +46,7 @@ def recorded() -> Iterator[dict[str, tuple[list[str], list[str]]]]:
     global _depth
     with _lock:
         if not _depth:
-            ran.clear()
+            _ran.clear()
         _depth += 1
     found: dict[str, tuple[list[str], list[str]]] = {}
     try:
@@ -61,13 +54,13 @@ def recorded() -> Iterator[dict[str, tuple[list[str], list[str]]]]:
     finally:
         with _lock:
             _depth -= 1
-            if those_run := {_blocks[number] for number in [*ran]}:
-                entered = {key for key, _ in those_run}
+            if ran := {_blocks[number] for number in [*_ran]}:
+                entered = {key for key, _ in ran}
                 for block in _blocks:
                     if block[0] in entered and block[1]:
                         every, those = found.setdefault(block[0], ([], []))
                         every.append(block[1])
-                        those += [block[1]] if block in those_run else []
+                        those += [block[1]] if block in ran else []
 
 
 def _located(node: Node, place: ast.AST) -> Node:

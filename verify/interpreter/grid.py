@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from verify.interpreter import replay
-from verify.interpreter.operations import SEMANTIC, Diverges, GridBuilder, Handle, Unbatchable, agreed
+from verify.interpreter.operations import Diverges, GridBuilder, Handle, Unbatchable, agreed
 from verify.interpreter.variables import Frame, Names, joined, merged, selected
 
 
@@ -55,8 +54,6 @@ class Function:
         self.signature, self._names, self._filename, self._name = signature, names, filename, tree.name
         self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
         self._body = tree.body
-        stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        self._variables = stored | signature.parameters.keys()
 
     def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
         """Run the function for `programs`; the value that it returns to all of them."""
@@ -72,38 +69,7 @@ class Function:
         return self._steps_of(self._body)
 
     def _steps_of(self, body: Sequence[ast.stmt]) -> list[Step]:
-        steps = list[Step]()
-        for plain, group in itertools.groupby(body, _is_plain):
-            nodes = list(group)
-            single = [_splitting(self._step(node), node) for node in nodes]
-            steps += [self._block(nodes, single)] if plain else single
-        return steps
-
-    def _block(self, nodes: list[ast.stmt], steps: list[Step]) -> Step:
-        """A step for statements that only assign. It is replayed if the variables that they read have had these types before."""
-        parts = [part for node in nodes for part in ast.walk(node)]
-        changed = {part.target for part in parts if isinstance(part, ast.AugAssign)}  # read and assigned
-        names = [part for part in parts if isinstance(part, ast.Name)]
-        read = sorted({name.id for name in names if isinstance(name.ctx, ast.Load) or name in changed} & self._variables)
-        assigned = sorted(set().union(*map(assigned_in, nodes)))
-
-        def run(call: Call, values: tuple[Any, ...]) -> tuple[Any, ...]:
-            frame = Frame(call.machine.programs, Names())
-            frame.names.update((name, value) for name, value in zip(read, values, strict=True) if value is not replay.ABSENT)
-            _run(steps, call, frame, None)
-            return tuple([frame.names.get(name, replay.ABSENT) for name in assigned])
-
-        replayed = replay.replaying_block(run)
-
-        def step(call: Call, frame: Frame, _: Loop | None) -> Frame:
-            call.machine.enter(frame.programs)
-            names = frame.names
-            # Not names.get, which finds no variables of an outer frame.
-            values = replayed(call, tuple([names[name] if name in names else replay.ABSENT for name in read]))  # noqa: SIM401
-            names.update((name, value) for name, value in zip(assigned, values, strict=True) if value is not replay.ABSENT)
-            return frame
-
-        return step
+        return [_splitting(self._step(node), node) for node in body]
 
     def _step(self, node: ast.stmt) -> Step:
         if isinstance(node, (ast.For, ast.While)) and node.orelse:
@@ -196,7 +162,6 @@ class Function:
     def _for(self, node: ast.For) -> Step:
         assert isinstance(node.target, ast.Name), "loops of Triton's language have one variable"
         target, body = node.target.id, self._steps_of(node.body)
-        constant = "static_range" in ast.unparse(node.iter)
         iterator, bounds = self._expression(node.iter), self._bounds(node.iter)
 
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
@@ -211,8 +176,7 @@ class Function:
                         current = current.part(np.flatnonzero(left > 0))
                         if not len(current.programs):
                             return joined(frame, done + loop.broken, assigned)
-                number = value(frame.positions(current)) if callable(value) else value
-                current.names[target] = number if constant else SEMANTIC.to_tensor(number, False)
+                current.names[target] = value(frame.positions(current)) if callable(value) else value
                 after = _turn(body, call, current, loop, assigned)
                 if after is None:
                     return joined(frame, done + loop.broken, assigned)
@@ -240,10 +204,6 @@ _FOREIGN = (
     ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try, ast.Delete,
     ast.Global, ast.Nonlocal, ast.Yield, ast.NamedExpr,
 )  # fmt: skip
-
-
-def _is_plain(node: ast.stmt) -> bool:
-    return isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)) and not _with_own_names(node)
 
 
 def _with_own_names(node: ast.AST) -> str:
@@ -276,7 +236,6 @@ def assigned_in(node: ast.stmt) -> frozenset[str]:
 
 def _bits_of(frame: Frame, names: frozenset[str]) -> list[Any]:
     """The bits of a frame's variables."""
-    replay.looks_at_data()
     values = [frame.names[name] for name in sorted(names) if name in frame.names]
     return [value.handle.data.tobytes() if isinstance(getattr(value, "handle", None), Handle) else value for value in values]
 
@@ -351,7 +310,6 @@ def _varying(starts: Any, by: int) -> Iterator[Callable[[Any], Any]]:
 
 def _integers(bound: Any) -> Any:
     value = bound.value if isinstance(bound, tl.constexpr) else bound
-    replay.looks_at_data()
     return value.handle.data.reshape(-1).astype(np.int64) if isinstance(value, tl.tensor) else np.array([int(value)])
 
 

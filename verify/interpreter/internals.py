@@ -5,7 +5,6 @@ Their own imports from Triton are its public language. docs/map.md shows these n
 """
 
 import ast
-import functools
 import inspect
 import pkgutil
 from typing import Any
@@ -40,7 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     f"{_INTERPRETER}:ReduceOps": ("axis", "keep_dims", "min_max", "sum", "to_tensor"),
     f"{_INTERPRETER}:ScanOps": ("axis", "cumprod", "cumsum", "to_tensor"),
-    f"{_INTERPRETER}:TensorHandle": ("__init__", "__post_init__", "data", "dtype", "get_element_ty"),
+    f"{_INTERPRETER}:TensorHandle": ("__post_init__", "data", "dtype", "get_element_ty"),
     "triton.language.semantic:TritonSemantic": (
         *("add", "binary_op_type_checking_impl", "broadcast_impl_value", "builder", "cast", "equal", "floordiv", "greater_equal"),
         *("greater_than", "less_equal", "less_than", "mod", "mul", "not_equal", "scalar_constant", "sub", "to_tensor", "truediv"),
@@ -126,19 +125,6 @@ def on_host(executor: Any, positional: Any, named: Any) -> Any:
 def back_on_device(executor: Any, positional: Any, hosted: Any, named: Any, hosted_named: Any) -> None:
     """Copy what a launch wrote back to the arguments of its caller."""
     executor._restore_args_dev(positional, hosted, named, hosted_named)
-
-
-@functools.cache
-def signature_of(function: Any) -> inspect.Signature:
-    """The signature of a kernel."""
-    return inspect.signature(function)
-
-
-def call_arguments(function: Any, positional: Any, named: Any) -> dict[str, Any]:
-    """As `inspect.getcallargs`, which finds the signature anew each time."""
-    bound = signature_of(function).bind(*positional, **named)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def compiled(rewriter: Any, source: str) -> Any:

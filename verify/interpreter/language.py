@@ -89,13 +89,11 @@ def patch_language() -> None:
 
 
 def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    from verify.interpreter.replay import replaying
-
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
         return builtin(*args, **kwargs)
 
-    return replaying(call)
+    return call
 
 
 def patch_types() -> None:
@@ -130,10 +128,8 @@ def patch_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.constants if isinstance(type, block_type) else scalar
 
-    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        width = data.itemsize
-        if width * 8 > getattr(dtype, "primitive_bitwidth", 64) and width > 1:  # a pointer has no width, and one bit takes a byte
+    def init_handle(self: Any) -> None:
+        if self.data.itemsize * 8 != getattr(self.dtype, "primitive_bitwidth", 0):  # else the data fit their type
             plain_handle(self)
 
     scalars = (dtype, tl.pointer_type)
@@ -192,7 +188,7 @@ def patch_types() -> None:
     put("core._unwrap_if_constexpr", unwrap_if_constexpr)
     put("interpreter._get_np_dtype", get_np_dtype)
     put("TritonSemantic.broadcast_impl_value", broadcast)
-    put("TensorHandle.__init__", init_handle)
+    put("TensorHandle.__post_init__", init_handle)
     put("block_type.__init__", init_block)
     put("tensor.__init__", init_tensor)
 
@@ -206,8 +202,6 @@ def patch_operands() -> None:
     """
     import triton.language as tl
 
-    from verify.interpreter.replay import replaying
-
     semantic = get("interpreter.interpreter_semantic")
     tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
     plain_operands, plain_tensor = get("TritonSemantic.binary_op_type_checking_impl"), get("TritonSemantic.to_tensor")
@@ -219,8 +213,9 @@ def patch_operands() -> None:
     def constant(self: Any, beside: Any, number: Any, div_or_mod: Any, first: Any) -> Any:
         """The constant that Triton makes of a number beside a tensor, or None if the tensor would change its type."""
         shape = beside.type.shape if beside.type.is_block() else None
-        # repr, because 0.0 and -0.0 are equal but two constants; blocks have one more axis if all programs run together.
-        key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape), hasattr(self.builder, "coordinates")
+        # repr, because 0.0 and -0.0 are equal but two constants; the builder's type, because blocks have one more axis if all
+        # programs run together.
+        key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape), type(self.builder)
         if key not in constants:
             like = self.scalar_constant(0, beside.dtype)
             pair = plain_operands(self, *((number, like) if first else (like, number)), False, False, True, div_or_mod)
@@ -228,7 +223,6 @@ def patch_operands() -> None:
             if partner is like and shape is not None:
                 operand = self.broadcast_impl_value(beside, operand)[1]
                 operand.handle.data.flags.writeable = False
-            operand.handle.constant = True
             constants[key] = operand if partner is like else None, shape
         return constants[key][0]
 
@@ -267,7 +261,6 @@ def patch_operands() -> None:
             return plain_tensor(self, x, check_type)
         if x not in numbers:
             numbers[x] = plain_tensor(self, x)
-            numbers[x].handle.constant = True
         return numbers[x]
 
     operands.__wrapped__, to_tensor.__wrapped__ = plain_operands, plain_tensor  # type: ignore[attr-defined]
@@ -283,12 +276,12 @@ def patch_operands() -> None:
         def backward(self: Any, other: Any) -> Any:
             return meet(other.value if type(other) is constexpr else other, self, *options)
 
-        setattr(tensor, f"__{name}__", replaying(forward))
-        setattr(tensor, f"__r{name}__", replaying(backward))
+        setattr(tensor, f"__{name}__", forward)
+        setattr(tensor, f"__r{name}__", backward)
 
     def comparison(name: str, called: str) -> None:
         meet = getattr(semantic, called)
-        setattr(tensor, f"__{name}__", replaying(lambda self, other: meet(self, semantic.to_tensor(other))))
+        setattr(tensor, f"__{name}__", lambda self, other: meet(self, semantic.to_tensor(other)))
 
     for name in ("add", "sub", "mul"):
         operator(name, False)  # without overflow checks, whose results are not used

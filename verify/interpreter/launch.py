@@ -7,7 +7,6 @@ and the launch runs again in the reference, which raises the error that the user
 import ast
 import collections
 import contextlib
-import functools
 import inspect
 import math
 import sys
@@ -22,7 +21,7 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from properties.words.sizes import MOST_ALONG_Y
-from verify.interpreter import branches, internals, operations, patches, replay
+from verify.interpreter import branches, internals, operations, patches
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.internals import get, put
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
@@ -30,7 +29,6 @@ from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
 from verify.interpreter.patches import TooManyPrograms, UnknownTriton
 from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_accepted, conflicts, writes_the_same
 
-_patch_lang, _implicit_cvt = get("interpreter._patch_lang"), get("interpreter._implicit_cvt")
 Grid = tuple[int, int, int]
 Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory and by the names of the arguments
 # The largest number of block elements of all programs that run together: 256 programs with blocks of 64 x 64, whose addresses take
@@ -72,8 +70,7 @@ def _patch_tensors() -> None:
     truth, number, transposed = get("tensor.__bool__"), get("tensor.__index__"), get("tensor.T").fget
     put("tensor.__bool__", lambda self: operations.truth(self) if _machine else truth(self))
     put("tensor.__index__", lambda self: operations.number(self) if _machine else number(self))
-    replayed = replay.replaying(lambda self: operations.transposed(self))
-    put("tensor.T", property(lambda self: replayed(self) if _machine else transposed(self)))
+    put("tensor.T", property(lambda self: operations.transposed(self) if _machine else transposed(self)))
 
 
 def _patch_reductions() -> None:
@@ -124,19 +121,9 @@ def _patch_functions() -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Called when a kernel calls a function in Triton's language."""
-        if _machine is None:
-            return plain_call(self, *args, **kwargs)
-        if not self.fn.__module__.startswith("triton."):
-            return called(self, *args, **kwargs)
-        if self not in of_triton:
-            of_triton[self] = replay.replaying(functools.partial(called, self))
-        return of_triton[self](*args, **kwargs)
-
-    of_triton: dict[Any, Any] = {}
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         machine = _machine
-        assert machine is not None
+        if machine is None:
+            return plain_call(self, *args, **kwargs)
         patch_lang(self.fn)
         python = self.rewrite()
         function: Function | None = getattr(python, "gdn_function", None)
@@ -200,14 +187,13 @@ def _first_call() -> None:
 
 
 def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:
-    parameters = internals.signature_of(self.fn).parameters
+    parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
-    here = all(tensor.device.type == "cpu" for value in (*positional, *named.values()) for tensor in tensors_of(value))
-    hosted, hosted_named = (positional, named) if here else internals.on_host(self, positional, named)
+    hosted, hosted_named = internals.on_host(self, positional, named)
     for hook in self.pre_run_hooks:
         hook(*hosted, **hosted_named)
-    _patch_lang(self.fn)
-    values = internals.call_arguments(self.fn, hosted, hosted_named)
+    get("interpreter._patch_lang")(self.fn)
+    values = inspect.getcallargs(self.fn, *hosted, **hosted_named)
     kinds = getattr(self.fn, "gdn_annotations", {})
     arguments = {
         name: value if name in self.constexprs else _argument(value, kinds.get(name, "")) for name, value in values.items()
@@ -225,8 +211,7 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     launches[self.fn.__name__] += 1
-    if not here:
-        internals.back_on_device(self, positional, hosted, named, hosted_named)
+    internals.back_on_device(self, positional, hosted, named, hosted_named)
 
 
 def _argument(value: Any, annotation: str) -> Any:
@@ -241,7 +226,7 @@ def _argument(value: Any, annotation: str) -> Any:
     elif annotation == "u1" and isinstance(value, int):
         number = np.array([value != 0])
     else:
-        return _implicit_cvt(value)
+        return get("interpreter._implicit_cvt")(value)
     kind = tl.int1 if annotation == "u1" else tl.str_to_ty(annotation, None)
     return tl.tensor(operations.Handle(number.astype(operations.np_dtype(kind)), kind), kind)
 
@@ -295,13 +280,6 @@ def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tenso
     else:
         if not memory.suspects:
             return ""
-        if not replay.line_by_line:
-            memory.rollback()
-            replay.line_by_line = True
-            try:
-                return _together(python, arguments, grid, tensors)
-            finally:
-                replay.line_by_line = False
         reason = "programs that touch the same memory"
         memory.rollback()
     for suspect in () if are_accepted() else memory.suspects:
@@ -389,8 +367,8 @@ def _running(machine: Machine) -> Iterator[None]:
     global _machine
     semantic = operations.SEMANTIC
     builder, outer = semantic.builder, _machine
-    semantic.builder, _machine, replay.builder = machine.builder, machine, machine.builder
+    semantic.builder, _machine = machine.builder, machine
     try:
         yield
     finally:
-        semantic.builder, _machine, replay.builder = builder, outer, outer and outer.builder
+        semantic.builder, _machine = builder, outer

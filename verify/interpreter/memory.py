@@ -179,8 +179,7 @@ class Memory:
 
     def holds(self, data: Any) -> None:
         """Record the size of a block."""
-        if (size := data.size // (len(data) or 1)) > self.largest_block:
-            self.largest_block = size
+        self.largest_block = max(self.largest_block, data.size // max(1, len(data)))
 
     def _in_order(self, span: Span) -> None:
         """Unordered if a plain access follows an atomic to the same memory, because the order of programs then matters."""
@@ -286,9 +285,9 @@ class Memory:
         (start, end), size = spans[0], dtype.itemsize
         if start % size or (getattr(pointers.dtype, "recast", False) and (pointers.data % np.uint64(size)).any()):
             raise Untracked("an address between two elements")
-        index = pointers.data - np.uint64(start)  # before the memory it wraps, and is larger than any index
+        index = (pointers.data - np.uint64(start)).view(np.int64)
         if size > 1:
-            index >>= np.uint64(size.bit_length() - 1)
+            index >>= size.bit_length() - 1
         if mask is not None and mask.all():
             mask = None
         self.holds(index)
@@ -296,10 +295,10 @@ class Memory:
         if not _inside(index, last):
             if mask is not None and not mask.any():
                 return spans[0], None, mask
-            index = index if mask is None else np.where(mask, index, np.uint64(0))
+            index = index if mask is None else np.where(mask, index, 0)
             if mask is None or not _inside(index, last):
                 raise OutOfBounds("accesses memory outside of a tensor", spans[0])
-        return spans[0], index.view(np.int64), mask
+        return spans[0], index, mask
 
 
 class Alone(Memory):
@@ -380,4 +379,4 @@ def _bits(width: int) -> Any:
 
 
 def _inside(index: Any, last: int) -> bool:
-    return not index.size or int(np.maximum.reduce(index, axis=None)) <= last
+    return not index.size or bool(np.minimum.reduce(index, axis=None) >= 0 and np.maximum.reduce(index, axis=None) <= last)

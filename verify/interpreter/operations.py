@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from verify.interpreter import replay
 from verify.interpreter.arithmetic import tree_levels
 from verify.interpreter.internals import combines, get, pads_with_nan, skips_nan
 from verify.interpreter.memory import Memory, pointing
@@ -36,7 +35,6 @@ class Diverges(Exception):
 
 def agreed(data: Any) -> Any:
     """The value that all programs share, as a numpy scalar. Diverges if they disagree."""
-    replay.looks_at_data()
     flat = data.reshape(-1)
     if flat.size == 1 or (flat == flat[0]).all():
         return flat[0]
@@ -136,14 +134,6 @@ class GridBuilder(Builder):  # type: ignore[misc, valid-type]
     def create_histogram(self, *_: Any) -> Any:
         raise Unbatchable("tl.histogram")
 
-    # reductions
-
-    def create_reduction(self, handles: list[Any], kinds: list[Any], axis: int | None, combine: Any, keep_dims: Any) -> Any:
-        return _reduced(handles, kinds, axis, combine, keep_dims=keep_dims)
-
-    def create_scan(self, handles: list[Any], kinds: list[Any], axis: int, combine: Any, reverse: Any) -> Any:
-        return _scanned(handles, kinds, axis, combine, reverse=reverse)
-
     # products
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
@@ -199,7 +189,7 @@ class GridBuilder(Builder):  # type: ignore[misc, valid-type]
 
     def create_addptr(self, ptr: Any, offset: Any) -> Any:
         width = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
-        steps = np.multiply(offset.data, width, dtype=np.int64, casting="unsafe")
+        steps = offset.data.astype(np.int64, copy=False) * width
         return handle_of(ptr.data + steps.view(np.uint64), ptr.dtype, block_shape(ptr))
 
     # block pointers
@@ -264,9 +254,6 @@ class BlockPointer:
         shape, strides, offsets = (list(scalars[1 + axes * part : 1 + axes * (part + 1)]) for part in range(3))
         return BlockPointer(scalars[0], shape, strides, offsets, self.block_shape, self.order)
 
-    def copied(self) -> "BlockPointer":
-        return self.replaced(self.scalars())
-
     def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
         """The pointers [programs, block], and the mask of those inside the checked dimensions, or None."""
         count = len(self.block_shape)
@@ -291,9 +278,6 @@ class Ordered:
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
-
-    def copied(self) -> "Ordered":
-        return Ordered(self.dtype)
 
     @property
     def data(self) -> Any:
@@ -335,30 +319,6 @@ _ELEMENTWISE = (
 )  # fmt: skip
 for _name in _ELEMENTWISE:
     setattr(GridBuilder, _name, _elementwise(_name))
-_any_binary, _BOOL = GridBuilder.binary_op, np.dtype(bool)
-
-
-def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-    """As `_any_binary` does it, in one function, for operands that are neither bfloat16 nor bits. These are nearly all."""
-    if type(lhs) is not Handle or type(rhs) is not Handle:
-        return _any_binary(self, lhs, rhs, op)
-    left, kind = lhs.data, lhs.dtype.scalar
-    if left.dtype is _BOOL or kind.name == "bf16":
-        return _any_binary(self, lhs, rhs, op)
-    data = op(left, rhs.data)
-    if data.dtype is _BOOL:
-        kind = tl.int1
-    elif data.itemsize * 8 > getattr(kind, "primitive_bitwidth", 64):
-        data = data.astype(np_dtype(kind))
-    result = Handle(data, kind)
-    shape = left.shape[1:] if lhs.shape is None else lhs.shape
-    if data.shape[1:] != shape:
-        result.shape = shape
-    self.memory.holds(data)
-    return result
-
-
-GridBuilder.binary_op = _binary_op
 
 
 # reductions
@@ -381,19 +341,15 @@ _SUM, _PRODUCT = combines("_sum_combine"), combines("_prod_combine")
 
 def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dims: bool) -> tuple[Any, ...]:
     """`tl.reduce` of tensors along an axis of the block, or of all elements."""
-    handles, kinds = [value.handle for value in values], [value.dtype for value in values]
-    return tuple(map(_tensor_of, SEMANTIC.builder.create_reduction(handles, kinds, axis, combine, keep_dims)))
-
-
-def _reduced(handles: list[Any], kinds: list[Any], axis: int | None, combine: Any, *, keep_dims: bool) -> tuple[Any, ...]:
-    shape = block_shape(handles[0])
+    shape = block_shape(values[0].handle)
     if axis is None:
-        arrays = [full(handle).reshape(len(handle.data), -1) for handle in handles]
+        arrays = [full(value.handle).reshape(len(value.handle.data), -1) for value in values]
         at, left = 1, (1,) * len(shape) if keep_dims else ()
     else:
-        arrays = [full(handle) for handle in handles]
+        arrays = [full(value.handle) for value in values]
         at = axis % len(shape) + 1
         left = (*shape[: at - 1], *([1] if keep_dims else []), *shape[at:])
+    kinds = [value.dtype for value in values]
     if combine == _SUM:
         results = [_sum(arrays[0], at, kinds[0])]
     elif combine in _EXTREMES:
@@ -405,7 +361,7 @@ def _reduced(handles: list[Any], kinds: list[Any], axis: int | None, combine: An
             results, kinds = [*results, where(data, axis=at)], [kinds[0], tl.int32]
     else:
         results = _folded(arrays, at, kinds, combine)
-    return tuple(_handle(data.reshape(len(data), *left), kind) for data, kind in zip(results, kinds, strict=False))
+    return tuple(_tensor(data.reshape(len(data), *left), kind) for data, kind in zip(results, kinds, strict=False))
 
 
 def _sum(data: Any, at: int, kind: Any) -> Any:
@@ -431,7 +387,7 @@ def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[
 
 def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any]) -> list[Any]:
     # The function combines scalars, so every element is treated as a program.
-    scalars = [_tensor_of(_handle(data.reshape(-1), kind)) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
+    scalars = [_tensor(data.reshape(-1), kind) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
     try:
         results = combine.fn(*scalars)
     except Diverges:
@@ -446,14 +402,10 @@ def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any])
 
 def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) -> tuple[Any, ...]:
     """`tl.associative_scan` of tensors along an axis of the block."""
-    handles, kinds = [value.handle for value in values], [value.dtype for value in values]
-    return tuple(map(_tensor_of, SEMANTIC.builder.create_scan(handles, kinds, axis, combine, reverse)))
-
-
-def _scanned(handles: list[Any], kinds: list[Any], axis: int, combine: Any, *, reverse: bool) -> tuple[Any, ...]:
-    arrays = [full(handle) for handle in handles]
+    arrays = [full(value.handle) for value in values]
     at = axis % (arrays[0].ndim - 1) + 1
     arrays = [np.flip(data, axis=at) for data in arrays] if reverse else arrays
+    kinds = [value.dtype for value in values]
     op = {_SUM: np.add, _PRODUCT: np.multiply}.get(combine)
     if op is None:
         slices = [np.moveaxis(data, at, 0) for data in _together(*arrays)]
@@ -465,7 +417,7 @@ def _scanned(handles: list[Any], kinds: list[Any], axis: int, combine: Any, *, r
     else:
         results = [_prefixes(op, arrays[0], at, kinds[0])]
     results = [np.flip(data, axis=at) for data in results] if reverse else results
-    return tuple(_handle(data, kind) for data, kind in zip(results, kinds, strict=False))
+    return tuple(_tensor(data, kind) for data, kind in zip(results, kinds, strict=False))
 
 
 def _prefixes(op: Any, data: Any, at: int, kind: Any) -> Any:
@@ -481,14 +433,10 @@ def _prefixes(op: Any, data: Any, at: int, kind: Any) -> Any:
     return np.moveaxis(data, 0, at)
 
 
-def _handle(data: Any, kind: Any) -> Any:
-    return Handle(data.astype(np_dtype(kind), copy=False), kind.scalar)
-
-
-def _tensor_of(handle: Any) -> Any:
-    """The tensor of a handle that has every element of its block."""
-    shape = handle.data.shape[1:]
-    return tl.tensor(handle, tl.block_type(handle.dtype, list(shape)) if shape else handle.dtype)
+def _tensor(data: Any, kind: Any) -> Any:
+    shape = data.shape[1:]
+    data = data.astype(np_dtype(kind), copy=False)
+    return tl.tensor(Handle(data, kind.scalar), tl.block_type(kind, list(shape)) if shape else kind)
 
 
 def transposed(tensor: Any) -> Any:
@@ -496,7 +444,8 @@ def transposed(tensor: Any) -> Any:
     shape = list(tensor.type.shape)
     if len(shape) != 2:
         raise Unbatchable(f".T of a block of {len(shape)} axes")
-    return tl.tensor(SEMANTIC.builder.create_trans(tensor.handle, (1, 0)), tl.block_type(tensor.dtype, shape[::-1]))
+    handle = handle_of(tensor.handle.data.swapaxes(1, 2), tensor.handle.dtype, (shape[1], shape[0]))
+    return tl.tensor(handle, tl.block_type(tensor.dtype, shape[::-1]))
 
 
 def truth(tensor: Any) -> bool:

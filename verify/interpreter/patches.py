@@ -1,7 +1,6 @@
 """Corrections of Triton's CPU interpreter, so that it computes as a GPU does."""
 
 import contextlib
-import gc
 import inspect
 import os
 import sys
@@ -13,7 +12,7 @@ import torch
 
 from verify.interpreter.access import patch_access
 from verify.interpreter.arithmetic import patch_arithmetic, patch_reductions
-from verify.interpreter.internals import call_arguments, combines, get, put
+from verify.interpreter.internals import combines, get, put
 from verify.interpreter.language import patch_language, patch_operands, patch_types
 from verify.interpreter.memory import OutOfBounds, span_of, tensors_of
 from verify.interpreter.self_test import TRITONS, trouble
@@ -68,9 +67,6 @@ def patch(*, tested: bool = False) -> bool:
     patch_arithmetic()
     patch_reductions()
     _patch_driver()
-    # A launch makes thousands of objects in no cycle, which are freed without the collector. By default it looks for cycles after
-    # every 700 of them.
-    gc.set_threshold(10_000)
     return True
 
 
@@ -111,7 +107,7 @@ def _patch_launch() -> None:
         if callable(grid) and not warmup:
             # As the compiler's launcher does, pass the caller's own tensors and numbers to the grid function.
             known = {name: value for name, value in kwargs.items() if name in self.arg_names}
-            grid = grid(call_arguments(self.fn, args, known))
+            grid = grid(inspect.getcallargs(self.fn, *args, **known))
         try:
             # Lanes that a mask drops overflow and divide by zero, as they do on a device.
             with np.errstate(all="ignore"):
@@ -122,7 +118,7 @@ def _patch_launch() -> None:
                 cause = cause.__cause__
             if cause is None:
                 raise
-            arguments = call_arguments(self.fn, args, {name: kwargs[name] for name in self.arg_names if name in kwargs})
+            arguments = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
             raise _named_stray(cause, self.fn.__name__, arguments) from None
 
     put("InterpretedFunction.run", launch)
