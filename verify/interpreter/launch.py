@@ -189,7 +189,8 @@ def _first_call() -> None:
 def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:
     parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
-    hosted, hosted_named = internals.on_host(self, positional, named)
+    here = all(tensor.device.type == "cpu" for value in (*positional, *named.values()) for tensor in tensors_of(value))
+    hosted, hosted_named = (positional, named) if here else internals.on_host(self, positional, named)
     for hook in self.pre_run_hooks:
         hook(*hosted, **hosted_named)
     get("interpreter._patch_lang")(self.fn)
@@ -211,7 +212,8 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     launches[self.fn.__name__] += 1
-    internals.back_on_device(self, positional, hosted, named, hosted_named)
+    if not here:
+        internals.back_on_device(self, positional, hosted, named, hosted_named)
 
 
 def _argument(value: Any, annotation: str) -> Any:

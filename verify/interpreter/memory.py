@@ -285,9 +285,9 @@ class Memory:
         (start, end), size = spans[0], dtype.itemsize
         if start % size or (getattr(pointers.dtype, "recast", False) and (pointers.data % np.uint64(size)).any()):
             raise Untracked("an address between two elements")
-        index = (pointers.data - np.uint64(start)).view(np.int64)
+        index = pointers.data - np.uint64(start)  # before the memory it wraps, and is larger than any index
         if size > 1:
-            index >>= size.bit_length() - 1
+            index >>= np.uint64(size.bit_length() - 1)
         if mask is not None and mask.all():
             mask = None
         self.holds(index)
@@ -295,10 +295,10 @@ class Memory:
         if not _inside(index, last):
             if mask is not None and not mask.any():
                 return spans[0], None, mask
-            index = index if mask is None else np.where(mask, index, 0)
+            index = index if mask is None else np.where(mask, index, np.uint64(0))
             if mask is None or not _inside(index, last):
                 raise OutOfBounds("accesses memory outside of a tensor", spans[0])
-        return spans[0], index, mask
+        return spans[0], index.view(np.int64), mask
 
 
 class Alone(Memory):
@@ -379,4 +379,4 @@ def _bits(width: int) -> Any:
 
 
 def _inside(index: Any, last: int) -> bool:
-    return not index.size or bool(np.minimum.reduce(index, axis=None) >= 0 and np.maximum.reduce(index, axis=None) <= last)
+    return not index.size or int(np.maximum.reduce(index, axis=None)) <= last

@@ -1,6 +1,7 @@
 """Corrections of Triton's CPU interpreter, so that it computes as a GPU does."""
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -67,6 +68,9 @@ def patch(*, tested: bool = False) -> bool:
     patch_arithmetic()
     patch_reductions()
     _patch_driver()
+    # A launch makes thousands of objects in no cycle, which are freed without the collector. By default it looks for cycles after
+    # every 700 of them.
+    gc.set_threshold(10_000)
     return True
 
 

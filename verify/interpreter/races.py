@@ -105,6 +105,8 @@ class Shadow:
             self._marks = {kind: (np.repeat(one, ratio), np.repeat(two, ratio)) for kind, (one, two) in self._marks.items()}
             self._granule = width
         ratio = width // self._granule
+        if ratio == 1:
+            return [index]
         return [index * ratio + step for step in range(ratio)]
 
 
