@@ -302,10 +302,10 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
                 ),
             ),
             ("1", (check_all,)),
-            (every, (Step("layer", "whole layers over NCCL", verify("check", "gdn/layer", *ranks, *laws), check),)),
             (
                 every,
                 (
+                    Step("layer", "whole layers over NCCL", verify("check", "gdn/layer", *ranks, *laws), check),
                     Step(
                         "torchrun",
                         "gdn/layer under torchrun",
