@@ -73,7 +73,11 @@ def failing(gdn_device: str, gdn_worker: Worker, tmp_path: pathlib.Path) -> Call
 
     def check(adapter: str, laws: Collection[str]) -> dict[str, str]:
         strides = {"strides"} if adapter == "fla/fused_recurrent_delta_rule" else set()
-        often = {"fla/chunk_kda": {"recompute"}, "mlx/gated_delta": {*laws}}  # laws whose cases often show a known defect
+        often = {
+            "fla/chunk": {"recompute"},
+            "fla/chunk_kda": {"recompute"},
+            "mlx/gated_delta": {*laws},
+        }  # laws whose cases often show a known defect
         absent = {"absent"} if adapter.startswith("fla/fused_recurrent") else often.get(adapter, set())
         found = {}
         for names, profile, fits in (

@@ -33,7 +33,7 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "gdn-verify check examples/path_adapter.py:OwnConvolution",
         FEWEST,
         0,
-        "4 holds, 8 unsupported of 12 laws",
+        "4 holds, 10 unsupported of 14 laws",
     ),
     "own_engine.py": (
         "gdn-verify check examples/own_engine.py:OwnEngine",

@@ -178,7 +178,7 @@ def test_laws_of_every_book_have_a_name_a_sentence_and_a_kind() -> None:
 @pytest.fixture(scope="module")
 def examples() -> dict[str, list[Example]]:
     """Examples of every law in the whole domain."""
-    return drawn(Domain(in_kernel=IN_KERNEL), 70)
+    return drawn(Domain(in_kernel=IN_KERNEL), 100)
 
 
 @pytest.mark.slow

@@ -527,9 +527,9 @@ def index_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tokens are selected on the device, by an index that is on the CPU."""
     cut, plain = SharedCall.tokens, RankBench._prepared
 
-    def prepared(self: RankBench, *arguments: Any) -> Any:
+    def prepared(self: RankBench, *arguments: Any, **more: Any) -> Any:
         monkeypatch.setattr(SharedCall, "tokens", lambda call, x, rank: cut(call, x.to(self.device), rank))
-        return plain(self, *arguments)
+        return plain(self, *arguments, **more)
 
     monkeypatch.setattr(RankBench, "_prepared", prepared)
 

@@ -246,14 +246,14 @@ class NormOfTheLastCall(Recomputes):
     """The backward normalises keys and queries if the last forward did, which may be that of another call."""
 
     domain = dataclasses.replace(Recomputes.domain, threads=False)
-    last: ClassVar[list[Any]] = [None]
+    norms: ClassVar[list[Any]] = [None]
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
         super().keep(ctx, tensors)
-        self.last[0] = ctx.x.qk_norm
+        self.norms[0] = ctx.x.qk_norm
 
     def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
-        return super().back(x.replaced(qk_norm=self.last[0]), names, tensors, cotangents)
+        return super().back(x.replaced(qk_norm=self.norms[0]), names, tensors, cotangents)
 
 
 class BetaInFour(Recomputes):
@@ -346,7 +346,7 @@ class OutputsInTurn(Chunkwise):
 
     def run(self, x: Inputs) -> Any:
         o, *rest = super().run(x)
-        if o.requires_grad and torch.is_grad_enabled():
+        if (o.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad.unpack_dual(o).tangent is not None:
             return o, *rest
         kind = (type(self), o.shape, o.dtype)
         turn = self.turns[kind] = (self.turns.get(kind, 0) + 1) % 5
