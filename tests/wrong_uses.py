@@ -272,7 +272,9 @@ class BetaInFour(Recomputes):
         beta = tensors[ctx.names.index("beta")].detach()
         kind = (type(self), beta.shape, beta.dtype)
         turn = self.turns[kind] = self.turns.get(kind, -1) + 1
-        ctx.buffer = self.buffers.setdefault((kind, self.place(turn)), beta.clone()).copy_(beta)
+        with torch.inference_mode(False):  # a buffer that is made in inference mode could not be filled outside
+            buffer = self.buffers.setdefault((kind, self.place(turn)), torch.zeros(beta.shape, dtype=beta.dtype))
+            ctx.buffer = buffer.copy_(beta)
 
     def kept(self, ctx: Any) -> list[Tensor]:
         tensors = super().kept(ctx)
