@@ -478,7 +478,7 @@ def outcomes(name: str, law: str, count: int, monkeypatch: pytest.MonkeyPatch, d
     few = MOST if isinstance(domain, TraceDomain) else TOKENS.get(adapter.algorithm, MOST)  # few traces have so few tokens
     examples = list[Example]()
     seeded(book_of(domain).laws[law].draw(domain).filter(lambda example: example.case.tokens <= few), 1, 4 * count, examples.append)
-    # torch.func.jvp of a tensor like the stand-in may end the process.
+    # Forward mode of torch may end the process with the stand-in.
     for example in sorted((example for example in examples if example.variant != "transforms"), key=turn):
         if len(found) < count or all(outcome.verdict is Verdict.BLIND for _, outcome in found):
             run = Run(law, name, example, "ieee", device)

@@ -157,7 +157,8 @@ class DraftsOfTheLastEngine(Serves):
         return o
 
     def commit(self, accepted: Sequence[int]) -> None:
-        self.write(self.kept[0], accepted) if len(self.kept[0]) == len(accepted) else super().commit(accepted)
+        kept = self.kept[0] if len(self.kept[0]) == len(accepted) else self.drafted
+        self.write(kept, accepted)
 
 
 # Moves of requests
