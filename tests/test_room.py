@@ -1,5 +1,7 @@
 """What the oracle takes of a GPU's memory, on GPUs of several sizes that are not there."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -9,6 +11,10 @@ from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.rule import chunkwise, in_chunks, in_steps, scan
 from oracles.tolerance import evaluation
+from verify.execution import execute
+from verify.execution.line import Run
+from verify.gpu import turns
+from verify.process.outcome import Verdict
 
 
 def test_what_fits_is_in_proportion_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +41,22 @@ def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.Monk
     part, fewer = taken()
     assert [round(one / other) for one, other in zip(whole, part, strict=True)] == [4, 4, 4, 4]
     assert (runs, fewer) == (evaluation._FEW, evaluation._FEWEST)
+
+
+def test_a_narrow_case_counts_as_wide_as_the_matrices_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of one channel need the same scores as heads of 64: with their tensors alone, such a case would be a small one."""
+    needs = list[int]()
+
+    def turn(device: str, need: int) -> contextlib.AbstractContextManager[None]:
+        needs.append(need)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(execute, "turn", turn)
+    for heads, width in ((32, 1), (32, 8), (1, 8)):
+        sizes = f"heads={heads} value_heads={heads} key_dim={width} value_dim={width}"
+        run = Run.parse(f"law=oracle adapter=tests/right.py:Chunk128 lengths=1100 packed=yes {sizes} backward=no seed=1")
+        assert execute.execute(run).verdict is Verdict.HOLDS
+    narrow, wider, one = needs
+    assert narrow > turns.LARGE > 32 * one / 2
+    assert narrow <= wider < 1.1 * narrow
+    assert one < turns.LARGE / 16

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -598,13 +598,6 @@ def pure(bench: Bench, example: Example) -> Iterator[Pair]:
 def bytes_of(x: Tensor) -> Tensor:
     """Return the whole allocation behind x, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-
-
-def halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
-    """Split the names into two non-empty groups; another number gives another split."""
-    chosen = 1 + number % (2 ** len(names) - 2)
-    some = [name for place, name in enumerate(names) if chosen >> place & 1]
-    return some, [name for name in names if name not in some]
 
 
 def several(case: Any) -> range:

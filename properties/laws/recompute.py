@@ -48,8 +48,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
       only what the implementation keeps in another way can change. An error is right too.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
-    - `frozen`: some inputs require no gradient, so that of any two inputs each is once the one that does. The first input, which
-      has the tokens, is also the only one that does not, and the only one that does.
+    - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
+      input is the only one that does.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
 
@@ -129,16 +129,10 @@ def _strided(bench: Bench, case: Any, inputs: Inputs) -> Inputs:
 
 
 def separations(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield groups of names, so that of any two names some group has the first alone, and some group the second alone.
-
-    The first two groups are the first name, and all others. A further group has the names whose places have a certain bit, or of
-    the others those whose places lack it. Two places differ in some bit.
-    """
-    first, others = names[:1], names[1:]
-    yield from ([*first], [*others]) if others else ()
-    for bit in range((len(others) - 1).bit_length() if others else 0):
-        for value in (0, 1):
-            yield [name for place, name in enumerate(others) if place >> bit & 1 == value]
+    """Yield the first name, and for each name all others. So of any two names some group has the first without the second."""
+    if len(names) > 1:
+        yield [*names[:1]]
+        yield from ([other for other in names if other != name] for name in names)
 
 
 def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
@@ -212,15 +206,11 @@ def _largest(x: Tensor, rows: Tensor) -> float:
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
-def recompute_law(
-    cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, leaves_out: tuple[str, ...] = (), about: tuple[str, ...] = ()
-) -> Law:
+def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, about: tuple[str, ...] = ()) -> Law:
     """Return the law for a book whose cases `cases(domain)` draws.
 
     `calm(case, variant)` returns the words that a case lacks for a derivative along a direction to be well above rounding, or None.
-    `leaves_out` names the variants that another law of the book has.
     """
-    variants = tuple(variant for variant in VARIANTS if variant not in leaves_out)
 
     def lacks(case: Any, variant: str | None) -> str | None:
         if not case.backward:
@@ -235,7 +225,7 @@ def recompute_law(
 
     def draw(domain: Any) -> st.SearchStrategy[Example]:
         drawn = cases(domain).filter(lambda case: case.backward and case.tokens > 0)  # each variant may come once
-        return all_variants(drawn, lambda case: [variant for variant in variants if lacks(case, variant) is None])
+        return all_variants(drawn, lambda case: [variant for variant in VARIANTS if lacks(case, variant) is None])
 
     return Law(
         "recompute",
@@ -245,8 +235,8 @@ def recompute_law(
         draw,
         recompute,
         require(backward=True),
-        variants=variants,
+        variants=VARIANTS,
         lacks=lacks,
-        turns=lambda domain: variants[::-1],  # the last ones suit fewer cases, so they come before cases run out
+        turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
     )

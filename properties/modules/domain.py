@@ -205,6 +205,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         "out_width": narrow,
         "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
         "activation": domain.activations[0],
+        "bias": domain.bias,
         "state": "random" if domain.initial_state else "none",
         "final_state": domain.final_state,
         "state_columns": domain.state_columns,

@@ -11,7 +11,6 @@ from oracles.operation import DTYPES, Inputs
 from properties.laws.common import (
     carried_dtype,
     final_dtype,
-    halves,
     without_options,
 )
 from properties.laws.law import (
@@ -41,8 +40,6 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
         with torch.no_grad():
             outputs = bench.run(inputs, None)
         yield from pairs_of(outputs, bounds, "under no_grad")
-        for frozen in halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
-            yield from pairs_of(bench.run(inputs, cotangents, frozen=frozen), bounds, f"with {', '.join(frozen)} frozen")
         return
     if example.variant == "options":
         yield from without_options(bench, example)

@@ -388,7 +388,7 @@ LAWS: dict[str, Law] = {
             again,
         ),
         history_law(_brief),
-        recompute_law(_calm, _calm_lacks, leaves_out=("frozen",)),  # the law `absent` freezes inputs
+        recompute_law(_calm, _calm_lacks),
         Law(
             "batch",
             "truth",

@@ -257,7 +257,7 @@ class _Author:
         for request in self.some():
             count = chance.choice((1, self.drafts, chance.randint(1, self.drafts))) if self.domain.ragged else self.drafts
             accepted = chance.choice((1, count, chance.randint(1, count)))
-            rejected = self.domain.none_accepted and (count > 1 or not self.domain.ragged) and chance.random() < 1 / 4
+            rejected = self.domain.none_accepted and (count > 1 or not self.domain.ragged) and chance.random() < 3 / 8
             rows.append(f"{request}{0 if rejected else accepted}:{count}")
         return f"v:{self.padded(rows, tokens=lambda: f':{chance.randint(1, self.drafts) if self.domain.ragged else self.drafts}')}"
 

@@ -11,7 +11,10 @@ from typing import Any
 
 from properties.books import book_of
 from properties.calls.case import CallCase
+from properties.layers.case import LayerCase
+from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain
+from properties.rules.case import Case
 from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
@@ -27,6 +30,7 @@ from verify.execution.line import Run
 from verify.execution.norms import norm_in, with_norm
 from verify.execution.outside import outside
 from verify.execution.paths import alone_on_rank, execute_path
+from verify.execution.shared_bounds import numbers
 from verify.execution.traces import execute_trace
 from verify.gpu import device as devices
 from verify.gpu.policies import is_timed
@@ -93,7 +97,7 @@ def _executed(
         elif declared:
             bench.says = copy.copy(adapter)
             bench.says.__dict__.update({name: value for name, value in declared.items() if name != "domain"})
-        need = case.bytes if ready is None else max(case.bytes, ready.bytes)
+        need = _room(case) if ready is None else max(_room(case), ready.bytes)
         with turn(run.device, need), following(run.tune) as used:
             places, lay_out = functools.partial(where, case), functools.partial(layout, case)
             outcome = judged(law, bench, run.example, places, lay_out, case.bytes, excused, patient=patient)
@@ -109,6 +113,11 @@ def _executed(
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
+
+
+def _room(case: Any) -> int:
+    """The bytes of a case's tensors, or of a rule's tensors as wide as a chunk's matrices, which the oracle has for every token."""
+    return max(case.bytes, 16 * numbers(case)) if isinstance(case, Case | PoolCase | LayerCase) else case.bytes
 
 
 def _with_fields(domain: Any, fields: Mapping[str, Any]) -> Any:

@@ -26,6 +26,8 @@ from oracles.operation import Inputs, Operation, Port, gradient_name
 from oracles.tolerance import bound
 from oracles.tolerance.bound import Bound
 from properties.laws.law import Cotangents
+from properties.layers.case import LayerCase
+from properties.pools.case import PoolCase
 from properties.rules.case import Case
 from properties.rules.numbers import drawn
 from verify.adapters.base import Adapter
@@ -82,7 +84,7 @@ def _can_share(case: Case) -> bool:
     return own and case.channel_decays not in ("values", "both")
 
 
-def numbers(case: Case) -> int:
+def numbers(case: Case | PoolCase | LayerCase) -> int:
     """The size of a case: the numbers in its channels and states, where a token counts at least as wide as a chunk's matrices."""
     tokens = case.tokens * max(case.key_dim + case.value_dim, CHUNK)
     return case.value_heads * (tokens + len(case.lengths) * case.key_dim * case.value_dim)

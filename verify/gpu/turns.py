@@ -10,8 +10,8 @@ import torch
 from verify.gpu import device as devices
 from verify.gpu.locks import lock, unlock
 
-LARGE = 2**25  # bytes of the tensors of a case; with its reference it takes 70 to 130 times as much (measured on an H200)
-EACH_BYTES = 2**35  # of a GPU's memory for each large case: 131,072 tokens with their reference take 22 GiB
+LARGE = 2**25  # bytes of a case; with its reference it takes 18 to 130 times as much (measured on an H200)
+EACH_BYTES = 2**35  # of a GPU's memory for each large case: 65,536 tokens in 16 narrow heads take 32 GiB with their reference
 MOST = 16
 WAIT_S = 30.0  # then a case goes on without a turn
 _FIRST = 2**32  # the locks of kernels are below
@@ -19,7 +19,7 @@ _FIRST = 2**32  # the locks of kernels are below
 
 @contextlib.contextmanager
 def turn(device: str, need: int) -> Iterator[None]:
-    """Let a case whose tensors have `need` bytes run inside. A large one first waits until others on this GPU have ended."""
+    """Let a case of `need` bytes run inside. A large one first waits until others on this GPU have ended."""
     place = None if device == "cpu" or need < LARGE else taken(_places(), WAIT_S)
     try:
         yield
