@@ -270,7 +270,7 @@ LAWS: dict[str, Law] = {
         Law(
             "absent",
             "truth",
-            "an omitted optional argument means its neutral value; results do not depend on which inputs require a gradient",
+            "an omitted optional argument means its neutral value; outputs are the same under no_grad",
             lambda domain: either(_absent_choices(domain)),
             rule_checks.absent,
             needs=_leaves_nothing_out,

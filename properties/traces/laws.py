@@ -48,15 +48,12 @@ def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
     `scratch`.
     """
     case: TraceCase = example.case
-    was: dict[str, Slot] = {}
     for moment in play(bench, case):
-        step = moment.step
+        step, was = moment.step, moment.before
         changed = {
             name for row in step.rows if row.accepted for name in (row.request, f"{row.request}@" * (row.snapshot is not None))
         }
-        for owner, slot in sorted(moment.before.items()):
-            if owner in was:  # nothing happens between two steps
-                yield from _same(f"of {owner} before event {step.event}", slot, was[owner])
+        for owner, slot in sorted(was.items()):
             if owner in moment.after and owner not in changed and owner != step.request:
                 rejected = any(row.request == owner and row.count for row in step.rows)
                 where = f"of {owner}, of whose draft nothing is accepted in event" if rejected else f"of {owner}, not in event"
@@ -73,7 +70,6 @@ def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
             yield from _same(
                 f"of {step.request} after its {what} in event {step.event}", moment.after[step.request], was[step.request]
             )
-        was = dict(moment.after)
 
 
 def _same(where: str, got: Slot, want: Slot) -> Iterator[Pair]:
@@ -157,9 +153,9 @@ def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
         if slot in owners:
             raise Breach("a slot has two owners", f"{named(owners[slot])} and {named(owner)} have slot {slot} {where}")
         owners[slot] = owner
-    shared = {*engine.scratch()} & {*owners, *engine.unowned}
-    if shared or len({*engine.scratch()}) < len(engine.scratch()):
-        slots = ", ".join(map(str, sorted(engine.scratch())))
+    scratch = sorted(engine.scratch())
+    if {*scratch} & {*owners, *engine.unowned} or len({*scratch}) < len(scratch):
+        slots = ", ".join(map(str, scratch))
         raise Breach("a slot beside a request's own has another owner", f"the slots beside requests' own are {slots} {where}")
 
 

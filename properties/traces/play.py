@@ -103,9 +103,11 @@ class Slot:
 class Moment:
     """One step of a played trace.
 
-    `rows` are the outputs [count, HV, V] of the step's rows, by place, without those that were left out. `before` and `after` have
-    what every owner has, `slots` their slots after the step, and `idle` what every slot holds that nobody owned before the step,
-    during it (as far as an engine shows that between its calls) and after it, before and after the step.
+    - `rows`: the outputs [count, HV, V] of the step's rows, by place, without those that were left out
+    - `before`, `after`: what every owner has. Before a step, it is what the owner had after the step before
+    - `slots`: the owners' slots after the step
+    - `idle`: what every slot holds that nobody owned before the step, during it (as far as an engine shows that between its calls)
+      and after it, before and after the step
     """
 
     step: Step
@@ -143,8 +145,9 @@ def play(
     if before is not None:
         before(engine)
     _fill(engine, case, _idle(engine, engine.slots()), other)
+    now, left = _look(engine, engine.slots())
     for step in case.plan:
-        was, idle = _look(engine, engine.slots())
+        was, idle = now, left
         outputs, used = dict[int, Tensor](), set[int]()
         if step.rows:
             engine.admit([row.request for row in step.rows if row.begins])
@@ -164,8 +167,9 @@ def play(
         now, left = _look(engine, slots)
         still = {slot: (idle[slot], after) for slot, after in left.items() if slot in idle and slot not in used}
         yield Moment(step, outputs, was, now, slots, still)
-        if case.free != "old":
-            _fill(engine, case, [slot for slot in left if slot not in still], other)
+        if case.free != "old" and (written := [slot for slot in left if slot not in still]):
+            _fill(engine, case, written, other)
+            left |= dict(zip(written, engine.copies([], written), strict=True))
 
 
 def advance(engine: Played, case: TraceCase, step: Step) -> None:

@@ -82,6 +82,11 @@ class TraceBench(Watched):
             inputs = inputs.replaced(**self.norm)
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
 
+    def ask(self, name: str, method: Any) -> Any:
+        """Ask the engine something that it only has to look up, without the contexts in which it computes."""
+        with self.watched(output=name):
+            return self.call_engine(method)
+
     def call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
         """Call the engine (see `watched`)."""
         shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
@@ -141,12 +146,12 @@ class Guarded:
 
     def slots(self) -> Mapping[str, int]:
         """The slot of every owner."""
-        slots: Mapping[str, int] = self.bench.call("slots", self.engine.slots)
+        slots: Mapping[str, int] = self.bench.ask("slots", self.engine.slots)
         return slots
 
     def scratch(self) -> Sequence[int]:
         """The slots that requests have beside their own."""
-        slots: Sequence[int] = self.bench.call("scratch", self.engine.scratch)
+        slots: Sequence[int] = self.bench.ask("scratch", self.engine.scratch)
         return slots
 
     def copies(self, owners: Sequence[str], slots: Sequence[int]) -> list[Slot]:
