@@ -281,7 +281,7 @@ class _Simulation:
     def call(self, group: _Group, number: int, kind: str, x: Tensor) -> Tensor:
         """Wait until all ranks of the group have called, and return this rank's result. Raises Mismatch or Abandoned."""
         group.calls[number] = kind, x
-        if absent := [member for member in group.members if member in self.gone]:
+        if self.gone and (absent := [member for member in group.members if member in self.gone]):
             self._release(group, absent[0])
         elif len(group.calls) == len(group.members):
             try:
