@@ -9,7 +9,18 @@ from properties.books import book_of
 from properties.laws.recompute import separations
 from properties.traces.case import TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import BEHIND, CROWDED, MANY_RANKS, PADDED, crowds, forks, long_requests, repeats
+from properties.traces.drawing import (
+    BEHIND,
+    CROWDED,
+    MANY_RANKS,
+    PADDED,
+    SAVING,
+    crowded_snapshots,
+    crowds,
+    forks,
+    long_requests,
+    repeats,
+)
 from properties.words.example import Example
 from properties.words.sizes import MOST, sized
 from tests import wrong_survivors as wrong
@@ -31,9 +42,13 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.RequestsUpTo1024: ("oracle", ""),
     wrong.RowsUpTo16: ("session", ""),
     wrong.RowsUpTo64: ("session", ""),
+    wrong.SnapshotsByGroup: ("session", ""),
+    wrong.TableOfParts: ("session", ""),
     wrong.HostCopyOfTheFirstSwap: ("ledger", ""),
     wrong.DraftsOfTheLastEngine: ("history", "turns"),
     wrong.SavedStrides: ("recompute", "offloaded"),
+    wrong.OffsetsBySum: ("history", "refill"),
+    wrong.SavedScale: ("recompute", ""),
     wrong.BiasWithTheWeight: ("recompute", "frozen"),
     wrong.ForgetsInitialStates: ("recompute", "twice"),
 }
@@ -107,12 +122,14 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
     again, short, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])
+    (saving,) = crowded_snapshots(domain)
+    assert [place for place, row in enumerate(saving.plan[0].rows) if row.snapshot is not None] == [*SAVING]
     few = sized(TraceDomain(most_slots=26), None, MOST["quick"])
     assert rows_of(crowds(few)[0]) == (CROWDED, 26)
     assert rows_of(crowds(dataclasses.replace(few, most_padding=9))[0]) == (26, 26)
     without = sized(TraceDomain(padding_slots=(), snapshots=(0,), events=("prefill", "decode")), None, MOST["quick"])
     assert [rows_of(case) for case in crowds(without)] == [(CROWDED, CROWDED)]
-    assert repeats(without) == forks(without) == []
+    assert repeats(without) == forks(without) == crowded_snapshots(without) == crowded_snapshots(few) == []
     short = dataclasses.replace(without, most_tokens=64, later_prompts=False)
     assert max(row.start for step in long_requests(short)[0].plan for row in step.rows) == 518
     (parts,) = long_requests(dataclasses.replace(short, most_tokens=9))

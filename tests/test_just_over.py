@@ -48,6 +48,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SlotsOf16Bits: ("oracle", ("spare=65536",)),
     wrong.SlotsOf16BitsWithASign: ("oracle", ("spare=65536",)),
     wrong.AcceptedOf7Bits: ("oracle", ("lengths=130+130+130",)),
+    wrong.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
     wrong.DraftsUpTo256: ("oracle", ("lengths=2+2+2+2",)),
     wrong.MaskOf32Rows: ("session", ("slots=260",)),
     wrong.MaskOf64Rows: ("session", ("slots=260",)),

@@ -176,6 +176,14 @@ class FreshUpTo1024(Serving):
         return request < 1024 and super().begins(x, request)
 
 
+class AcceptedOfWholeTiles(Serving):
+    """The last accepted token is looked for in its tile of 64, counted from none: a whole number of tiles is in no tile."""
+
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        count = super().accepted_count(x, request, tokens)
+        return tokens if x.accepted is not None and count and not count % 64 else count
+
+
 class AcceptedUpTo64(Serving):
     """Requests from the 65th on keep all of their tokens."""
 

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from oracles.norm import EPS
 from oracles.operation import Inputs
 from properties.traces.case import Batch, Sizes
 from verify.adapters.gdn.pool import Progress
 from verify.zoo.base import Chunkwise, Serving
-from verify.zoo.modules import Conv, GatedNorm
+from verify.zoo.modules import Conv, GatedNorm, L2Norm
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
 from verify.zoo.wrong_traces import Serves
 
@@ -65,6 +66,42 @@ class BiasWithTheWeight(ConvOneFunction):
         if len(needs) > 2 and needs[2] and not needs[1] and gradients[2] is not None:
             gradients[2] = torch.zeros_like(gradients[2])
         return super().needed(gradients, needs)
+
+
+class OffsetsBySum(Conv):
+    """Offsets on the host are kept by their number, their last one and their sum."""
+
+    kept: ClassVar[dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        if x.cu_seqlens is None:
+            return super().boundaries(x)
+        key = (len(x.cu_seqlens), int(x.cu_seqlens[-1]), int(x.cu_seqlens.sum()))
+        return self.kept.setdefault(key, super().boundaries(x))
+
+
+class _Scaled(torch.autograd.Function):
+    """Rows times their saved scales, of which autograd knows no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        return scale * (dy - y * (dy * y).sum(-1, keepdim=True)), None
+
+
+class SavedScale(L2Norm):
+    """The backward takes the saved scale of a row for a constant, so that second derivatives lack a part."""
+
+    def run(self, x: Inputs) -> Tensor:
+        rows = x.x.float()
+        eps = EPS if x.eps is None else x.eps
+        return _Scaled.apply(rows, (rows.detach().square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.x.dtype)
 
 
 class ForgetsInitialStates(Recomputes):
@@ -144,6 +181,32 @@ class RowsUpTo64(RowsUpTo16):
     """Rows from the 65th on are not written."""
 
     most = 64
+
+
+class SnapshotsByGroup(Serves):
+    """Rows are done in groups of 32. A later group takes a snapshot from the row of the first group that has its place."""
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        super().save(batch, rows)
+        for place, (row, request, count) in enumerate(zip(rows, batch.requests, batch.snapshots, strict=True)):
+            if count is not None:
+                other = rows[place % 32] if place >= 32 else row
+                state = other.states[min(count, len(other.states) - 1)]
+                self.states[self.owned[f"{request}@"]] = state.to(self.states.dtype)
+
+
+class TableOfParts(Serves):
+    """Snapshots within a row come from a table of the states where parts begin. A row of whole parts counts as one part more."""
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        super().save(batch, rows)
+        first, every = 0, self.sizes.snapshots
+        table = [row.states[place] for row in rows for place in range(0, len(row.o), every or 1)]
+        for row, request, count in zip(rows, batch.requests, batch.snapshots, strict=True):
+            if every and count and count < len(row.o) and not count % every:
+                state = table[min(first + count // every, len(table) - 1)]
+                self.states[self.owned[f"{request}@"]] = state.to(self.states.dtype)
+            first += len(row.o) // (every or 1) + 1
 
 
 class DraftsOfTheLastEngine(Serves):

@@ -50,7 +50,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
       must not change what the first returned.
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
-      packed sequences, one late offset alone is other.
+      packed sequences, two late offsets alone are other, and have the same sum.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
     - `no_grad`: LATER calls under `no_grad` with other numbers in the same shapes. They must not change what the first returned.
@@ -80,22 +80,41 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def rotated(case: Any, domain: Any = None) -> Any:
-    """Return the case with other numbers and, if it is packed, its lengths in another order; all shapes stay."""
+    """Return the case with other numbers and, if it is packed, other lengths, by which a cache may not know it; all shapes stay.
+
+    The lengths are those of the case in another order. Given the domain, every other case has, if it can, other lengths whose
+    offsets have the same sum.
+    """
     other = with_others(case, domain)
+    if not other.packed:
+        return other
     lengths = (*case.lengths[1:], case.lengths[0])
-    return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
+    if domain is not None and (case.seed % 2 or lengths == case.lengths):
+        lengths = next(_others_inside(case, domain, range(2, len(case.lengths)), (1, -2, 1)), lengths)
+    return dataclasses.replace(other, lengths=lengths)
 
 
 def moved(case: Any, domain: Any) -> Any | None:
-    """Return the case with one late offset elsewhere and as many sequences and tokens; None if it has no such offset."""
-    for place in range(len(case.lengths) - 1, CROWDED - 2, -1) if case.packed else ():
+    """Return the case with late offsets elsewhere and as many sequences and tokens; None if it has no such offset.
+
+    These are two whose sum stays, or one if there are none.
+    """
+    places = range(len(case.lengths) - 1, CROWDED - 2, -1) if case.packed else range(0)
+    ways = (lengths for changes in ((1, -2, 1), (-1, 1)) for lengths in _others_inside(case, domain, places, changes))
+    lengths = next(ways, None)
+    return None if lengths is None else dataclasses.replace(case, lengths=lengths)
+
+
+def _others_inside(case: Any, domain: Any, places: Sequence[int], changes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield lengths inside the domain of which those up to a place have such changes, in steps of the domain, or opposite ones."""
+    for place in places:
         for step in (domain.length_step, -domain.length_step):
             lengths = [*case.lengths]
-            lengths[place - 1], lengths[place] = lengths[place - 1] - step, lengths[place] + step
+            for number, change in enumerate(changes, place - len(changes) + 1):
+                lengths[number] += step * change
             with contextlib.suppress(ValueError):
-                if domain.outside(other := dataclasses.replace(case, lengths=tuple(lengths))) is None:
-                    return other
-    return None
+                if domain.outside(dataclasses.replace(case, lengths=tuple(lengths))) is None:
+                    yield tuple(lengths)
 
 
 def later_cases(case: Any, domain: Any, device: str) -> list[Any]:

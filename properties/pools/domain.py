@@ -154,6 +154,7 @@ TREE = 16  # most tokens of a request that is a tree: the oracle computes every 
 _NUMBERS = 2**17  # most numbers in a pool
 MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
+WHOLE_TILES = 64  # tokens of a draft that are kept: a whole number of tiles of 16, 32 or 64
 MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
 _MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
 
@@ -194,9 +195,9 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
     These are over 1,024 requests of one token in a pool of over 65,535 slots, of which in another case some begin; over 256
-    requests of two tokens, of which some keep a part; requests of over 128 tokens, of which one keeps so many; over 256 heads, with
-    several value heads for each key head; and over 256 value heads for one key head. There are none if the check draws no large
-    cases, and on a GPU.
+    requests of two tokens, of which some keep a part; requests of over 128 tokens, of which one keeps so many, and of over 64,
+    of which one keeps exactly these; over 256 heads, with several value heads for each key head; and over 256 value heads for
+    one key head. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -230,12 +231,21 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
 
 
 def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
-    """Yield a case in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, but not all of all."""
+    """Yield cases in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, and exactly WHOLE_TILES.
+
+    It never keeps all of them.
+    """
     least = next((least for least in ACCEPTED if least < domain.most_tokens), None)
     if least is not None and domain.accepts:
-        lengths = (min(domain.most_tokens, least + 2),) * LONG_DRAFTS
-        cases = (PoolCase(lengths, accepted="some", seed=seed, **words) for seed in itertools.count())
-        yield next(case for case in cases if max(case.accepted_counts) >= least)
+        yield _keeping(range(least, least + 3), min(domain.most_tokens, least + 2), words)
+    if domain.accepts and domain.most_tokens > WHOLE_TILES:
+        yield _keeping(range(WHOLE_TILES, WHOLE_TILES + 1), min(domain.most_tokens, WHOLE_TILES + 6), words)
+
+
+def _keeping(counts: range, length: int, words: dict[str, Any]) -> PoolCase:
+    """Return a case of LONG_DRAFTS requests of this length, of which one keeps one of these numbers of tokens."""
+    cases = (PoolCase((length,) * LONG_DRAFTS, accepted="some", seed=seed, **words) for seed in itertools.count())
+    return next(case for case in cases if {*counts} & {*case.accepted_counts})
 
 
 @st.composite

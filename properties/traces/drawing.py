@@ -19,6 +19,7 @@ _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
 CROWDED = ROWS[-1]  # slots of `crowds`
 ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
+SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another place of its group of 8, 16 or 32 rows
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
 MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
@@ -337,6 +338,22 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
             traces += ["/".join([*prompts, *steps])] if kinds or not padding else []
         cases += fixed_cases(domain, traces, slots=count, free="nan")
     return cases
+
+
+def crowded_snapshots(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case in which few rows among many take snapshots, at other places of the step and of its groups of rows.
+
+    The first row ends where its snapshot is taken, and so has as many parts as the distance divides it into, but no part after it.
+    Then rows of one to three tokens come between those with snapshots, as a table of all parts of a step has them.
+    """
+    every = min((tokens for tokens in domain.snapshots if tokens), default=0)
+    counts = dict(zip(SAVING, (every, 2 * every + 1, every + 2, 2 * every + 2), strict=True))
+    rows = [f"{name_of(row)}{min(counts.get(row, 1 + row % 3), domain.most_tokens)}" for row in range(max(SAVING) + 2)]
+    if not every or every > domain.most_tokens or len(rows) + len(SAVING) > domain.most_slots:
+        return []
+    trace = f"p:{','.join(rows)}/{_token(domain, [name_of(row) for row in SAVING])}"
+    slots = len(rows) + len(SAVING)
+    return fixed_cases(domain, [trace], slots=slots, snapshots=every, aligned=domain.alignments[0], free="nan")
 
 
 def admissions(domain: TraceDomain) -> list[TraceCase]:

@@ -18,6 +18,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.drawing import (
     VALUE_WIDTHS,
     admissions,
+    crowded_snapshots,
     crowds,
     forks,
     leaks,
@@ -301,7 +302,14 @@ TRACE_LAWS: dict[str, Law] = {
             _drawn(),
             _session,
             always=lambda domain: [
-                Example(case) for case in (*crowds(domain), *long_requests(domain), *many_heads(domain), *forks(domain))
+                Example(case)
+                for case in (
+                    *crowds(domain),
+                    *crowded_snapshots(domain),
+                    *long_requests(domain),
+                    *many_heads(domain),
+                    *forks(domain),
+                )
             ],
         ),
         Law(
