@@ -103,6 +103,13 @@ def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
     assert execute(Run.parse(f"law=oracle adapter=zoo/Recomputes {line}")).verdict is Verdict.HOLDS
 
 
+def test_a_call_is_cut_behind_the_last_position_that_bf16_has() -> None:
+    (example,) = fixed(wrong.PositionsInBf16, "future", "", 0)
+    assert (example.case.lengths, example.case.dtype, example.at) == ((300,), "bf16", 257)
+    assert outcome_of(wrong.PositionsInBf16, "future", example).verdict is Verdict.BROKEN
+    assert outcome_of(wrong.LongAttention, "future", example).verdict is Verdict.HOLDS
+
+
 @for_each("count", [1, 2, 3, 4, 5, 8, 11])
 def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None:
     names = [chr(ord("a") + number) for number in range(count)]

@@ -1,5 +1,6 @@
 """Implementations that are wrong only in what a check has at a fixed place: tests/test_fixed_places.py says where."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from properties.traces.case import Batch, Sizes
 from verify.adapters.gdn.pool import Progress
 from verify.zoo.base import Chunkwise, Serving
 from verify.zoo.modules import Conv, GatedNorm, L2Norm
+from verify.zoo.wrong_calls import LinearAttention
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
 from verify.zoo.wrong_traces import Serves
 
@@ -245,3 +247,17 @@ class HostCopyOfTheFirstSwap(Serves):
         self.give(slot)
         slot = self.owned[request] = self.take()
         self.states[slot], self.windows[slot] = state, window
+
+
+class LongAttention(LinearAttention):
+    """Right: sequences of up to 300 tokens."""
+
+    domain = dataclasses.replace(LinearAttention.domain, longest=300)
+
+
+class PositionsInBf16(LongAttention):
+    """The mask compares positions in bf16, which has every second one from 256 on: token 256 sees token 257."""
+
+    def mask(self, tokens: int) -> Tensor:
+        places = torch.arange(tokens).bfloat16()
+        return places.unsqueeze(-1) >= places

@@ -28,6 +28,7 @@ class CallDomain(AnyDomain):
     """
 
     CASE = CallCase
+    has_limits = True
 
     operation: str = "call"
     inputs: Any = (("x", "B T D"),)
