@@ -25,6 +25,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SecondLongOfABatch: ("oracle", ("lengths=1030+1030 key_dim",)),
     wrong.SecondLongPacked: ("oracle", ("lengths=1030+1030 packed=yes",)),
     wrong.ChunksOf32UpTo1024: ("recall", ("lengths=32800",)),
+    wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
+    wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
     wrong.FreshUpTo1024: ("oracle", ("fresh=some",)),
     wrong.AcceptedUpTo64: ("oracle", ("lengths=2+2+2+2",)),

@@ -88,12 +88,34 @@ class ChunksOf32UpTo1024(Chunkwise):
         return o * (torch.arange(len(o)) < 1024 * self.size).view(-1, 1, 1), state
 
 
+class PackedChunksOf8Bits(Chunkwise):
+    """A word has a packed sequence and its chunk in 8 bits. The 257th chunk is the next sequence's first, written later."""
+
+    def run(self, x: Inputs) -> Any:
+        o, state = super().run(x)
+        lost = torch.zeros(o.shape[1], dtype=torch.bool)
+        for start, end in self.boundaries(x)[:-1] if x.cu_seqlens is not None else ():
+            lost[start + 256 * self.size : end] = True
+        return o.masked_fill(lost.view(1, -1, 1, 1), 0), state
+
+
 class StepsOf15Bits(Stepwise):
     """Token 32,768 and those after it get the outputs of the first ones."""
 
     def run(self, x: Inputs) -> Any:
         o, state = super().run(x)
         return o[:, torch.arange(o.shape[1]) % 2**15], state
+
+
+class WideWorkspace(Stepwise):
+    """The products with keys over 128 channels are added in a workspace of 512 value channels."""
+
+    def run(self, x: Inputs) -> Any:
+        if x.k.shape[-1] <= 128 or x.v.shape[-1] <= 512:
+            return super().run(x)
+        o, state = super().run(x)
+        low = super().run(x.replaced(q=torch.cat([torch.zeros_like(x.q[..., :128]), x.q[..., 128:]], -1)))[0]
+        return torch.cat([o[..., :512], low[..., 512:]], -1), state
 
 
 class BatchesOf8Bits(Chunkwise):

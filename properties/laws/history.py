@@ -356,8 +356,10 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
         plain = cases(domain, values="ordinary", packed=packs(domain)).filter(
             lambda case: case.tokens > 0 and case.backward == domain.backward and getattr(case, "state", "random") == "random"
         )
+        step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
-        return [*found, *(dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference")]
+        decodes = firm_examples(domain, examples_of(step, None, ("no_grad",)))
+        return [*found, *(dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"), *decodes]
 
     return Law(
         "history",
@@ -387,7 +389,7 @@ def _drawn(domain: Any, cases: Cases, kind: str) -> st.SearchStrategy[Example]:
     if kind == "gradients":  # a layer whose states carry no gradients has cases without backward too
         anything = anything.filter(lambda case: case.backward)
     choices = [examples_of(anything, None, (kind,))]
-    if kind in ("others", "refill", "freed") and domain.packed:
+    if kind in ("others", "refill", "freed", "failed") and domain.packed:
         choices.append(examples_of(cases(domain, packed=True, sequences=(2, 3)), None, (kind,)))
     if kind in AT_ONCE and domain.backward:  # calls without a backward may take another branch, with a workspace of its own
         choices.append(examples_of(cases(domain, backward=False), None, (kind,)))

@@ -42,6 +42,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY_SEQUENCES, MANY = 1100, 257  # sequences, and heads, just over usual limits
 MANY_ROWS, MANY_OF_A_KEY = 257, 257  # sequences of a batch, and value heads of a key head: just over 8 bits
+WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
@@ -58,12 +59,12 @@ def crowd(domain: Domain) -> Case | None:
 def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
-    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; over 256 heads, with several value
-    heads for each key head, and with gates in the kernel; over 256 value heads for one key head; and over 256 sequences of a batch.
-    Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of
-    over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and values of
-    over 512 channels. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because
-    they compile for few widths.
+    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; over 256 heads, with several
+    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; and over 256 sequences
+    of a batch. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a
+    sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and
+    values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and if kernels are
+    compiled (a `reach` above 1), because they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -71,7 +72,7 @@ def limits(domain: Domain) -> list[Case]:
         return -(-domain.most(tokens) // step) * step
 
     def heads(heads: int, value_heads: int, inside: str = "none") -> Case | None:
-        return _narrow_case(domain, inside, lengths=(up(3),), packed=apart, heads=heads, value_heads=value_heads)
+        return _narrow_case(domain, inside=inside, lengths=(up(3),), packed=apart, heads=heads, value_heads=value_heads)
 
     unequal = tuple(domain.most(place % 3 + 1) for place in range(MANY_SEQUENCES))  # outside a domain of longer steps
     pair = tuple(map(up, LONG_PAIR))
@@ -89,7 +90,8 @@ def limits(domain: Domain) -> list[Case]:
         found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
         found += [
             _narrow_case(domain, lengths=(up(long),), packed=apart),
-            _narrow_case(domain, least=WIDE_VALUES, lengths=(up(3),), packed=apart),
+            _narrow_case(domain, WIDE_KEYS, WIDE_VALUES, lengths=(up(3),), packed=apart)
+            or _narrow_case(domain, least_value=WIDE_VALUES, lengths=(up(3),), packed=apart),
         ]
     return [case for case in found if case is not None]
 
@@ -97,28 +99,31 @@ def limits(domain: Domain) -> list[Case]:
 def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    These are the crowd of `crowd` and a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535. Plain
-    torch has no grid that is too large, but it may have indices that are too narrow. The bounds of so many numbers take 10 s, and
-    this law needs none. Token by token, 32,769 tokens take 2 s.
+    These are the crowd of `crowd`; a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535; and
+    one of over 256 chunks of 64 before a packed one. Plain torch has no grid that is too large, but it may have indices that
+    are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, 32,769 tokens take 2 s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
-    found = [crowd(domain) if domain.drawing.quick else None, _narrow_case(domain, **words) if tokens else None]
+    found = [crowd(domain) if domain.drawing.quick else None]
+    if tokens:
+        packed = (-(-MANY_TOKENS_OF_CHUNKS // step) * step, domain.most(3 * step))
+        found += [_narrow_case(domain, **words), _narrow_case(domain, lengths=packed, packed=True)]
     scale = max(domain.drawn_scales, key=("default", "half", "one").index)
     exact: dict[str, Any] = {"values": "one_hot", "gate": "forever", "beta": "one", "scale": scale, "backward": False}
     cases = [dataclasses.replace(case, **exact) for case in found if case is not None and case.in_kernel == "none"]
     return [case for case in cases if domain.outside(case) is None]
 
 
-def _narrow_case(domain: Domain, inside: str = "none", least: int = 1, **words: Any) -> Case | None:
-    """Return a case with the narrowest K of the domain, its narrowest V of at least `least`, and a state, if it has one.
+def _narrow_case(domain: Domain, least_key: int = 1, least_value: int = 1, inside: str = "none", **words: Any) -> Case | None:
+    """Return a case with the narrowest K and V of the domain that are at least so wide, and a state, if it has one.
 
     None if the case is outside, or if nothing long is drawn.
     """
     if not domain.drawing.long or domain.drawing.reach > 1:
         return None
-    keys = [width for width in range(1, 65) if domain.has_key(width)]
-    values = [width for width in range(least, least + 64) if domain.has_value(width)]
+    keys = [width for width in range(least_key, least_key + 64) if domain.has_key(width)]
+    values = [width for width in range(least_value, least_value + 64) if domain.has_value(width)]
     if domain.equal_widths:
         keys = values = [width for width in keys if width in values]
     if not keys or not values:
