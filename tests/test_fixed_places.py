@@ -103,6 +103,16 @@ def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
     assert execute(Run.parse(f"law=oracle adapter=zoo/Recomputes {line}")).verdict is Verdict.HOLDS
 
 
+def test_a_call_after_one_whose_backward_failed_has_other_lengths() -> None:
+    line = "law=history variant=failed adapter={} lengths=9+4 packed=yes key_dim=4 value_dim=4 gate=64 seed={}"
+    for seed in (1, 3):
+        outcome = execute(Run.parse(line.format(f"{HERE}:OffsetsOfTheBackward", seed)))
+        assert {finding.output for finding in outcome.findings} & {
+            "o of a later call with other numbers, after one had failed for lack of memory"
+        }
+        assert execute(Run.parse(line.format("zoo/Recomputes", seed))).verdict is Verdict.HOLDS
+
+
 def test_a_call_is_cut_behind_the_last_position_that_bf16_has() -> None:
     (example,) = fixed(wrong.PositionsInBf16, "future", "", 0)
     assert (example.case.lengths, example.case.dtype, example.at) == ((300,), "bf16", 257)

@@ -26,6 +26,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SecondLongPacked: ("oracle", ("lengths=1030+1030 packed=yes",)),
     wrong.ChunksOf32UpTo1024: ("recall", ("lengths=32800",)),
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
+    wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
+    wrong.ConvEqualIfTheLastIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
     wrong.FreshUpTo1024: ("oracle", ("fresh=some",)),

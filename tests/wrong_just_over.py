@@ -107,6 +107,26 @@ class StepsOf15Bits(Stepwise):
         return o[:, torch.arange(o.shape[1]) % 2**15], state
 
 
+class EqualIfTheFirstIsTheMean(Chunkwise):
+    """Packed sequences count as a batch of equal lengths if as many times the first length is the number of tokens."""
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        spans = super().boundaries(x)
+        first = spans[0][1] - spans[0][0]
+        if first * len(spans) != spans[-1][1]:
+            return spans
+        return [(row * first, (row + 1) * first) for row in range(len(spans))]
+
+
+class ConvEqualIfTheLastIsTheMean(Conv):
+    """The same of a convolution, with the last length."""
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        spans = super().boundaries(x)
+        last = spans[-1][1] - spans[-1][0]
+        return [(row * last, (row + 1) * last) for row in range(len(spans))] if last * len(spans) == spans[-1][1] else spans
+
+
 class WideWorkspace(Stepwise):
     """The products with keys over 128 channels are added in a workspace of 512 value channels."""
 

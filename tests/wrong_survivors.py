@@ -106,6 +106,21 @@ class SavedScale(L2Norm):
         return _Scaled.apply(rows, (rows.detach().square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.x.dtype)
 
 
+class OffsetsOfTheBackward(Recomputes):
+    """While the backward runs the rule again, its offsets are kept in the class. If that raises, they stay there for later calls."""
+
+    _again: ClassVar[Tensor | None] = None
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        OffsetsOfTheBackward._again = x.cu_seqlens
+        gradients = super().back(x, names, tensors, cotangents)
+        OffsetsOfTheBackward._again = None
+        return gradients
+
+    def rule(self, x: Inputs) -> Any:
+        return super().rule(x if self._again is None or x.cu_seqlens is None else x.replaced(cu_seqlens=self._again))
+
+
 class ForgetsInitialStates(Recomputes):
     """The first backward frees its copy of the initial states, and a second backward takes zeros."""
 

@@ -40,7 +40,7 @@ LATER = 5  # calls after the first one: an implementation may keep what four cal
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
 SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
-FAILURES = 12  # operations that fail in the history `failed`, unless the call has fewer
+FAILURES = 18  # operations that fail in the history `failed`, the last one about the 370th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
 
@@ -284,10 +284,16 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _failed(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The calls that fail come first, because an earlier call may have filled what a call that fails leaves half filled."""
-    inputs, cotangents = bench.call(example.case)
-    for _ in failures(bench, inputs, cotangents, example.case.seed):
+    """The calls that fail come first, because an earlier call may have filled what a call that fails leaves half filled.
+
+    Then comes the same call again, or for every other case one with other lengths and numbers, of which the failure knew nothing.
+    """
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    for _ in failures(bench, inputs, cotangents, case.seed):
         pass
+    if case.seed % 2:
+        yield from _other(bench, rotated(case, bench.domain), "numbers, after one had failed for lack of memory")
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.run(inputs, cotangents), bounds, "of a call after it had failed for lack of memory")
 

@@ -14,7 +14,7 @@ from properties.paths.case import GATES, MOST_WIDTH
 from properties.rules.case import check_gradients, overflows
 from properties.rules.drawing import HEADS
 from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
-from properties.words.lengths import lengths
+from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
 from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, kind_of, large_lengths
@@ -116,8 +116,8 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads, and over 256 sequences, packed and as a batch. There are none if the check draws no long cases, and on
-    a GPU.
+    These are over 256 heads; over 256 sequences, packed and as a batch; and packed ones whose first and last length are the
+    mean of all. There are none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -144,6 +144,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         return LayerCase(lengths, domain.operation, packed=packed, heads=heads, value_heads=heads, offsets=offsets, **words)
 
     cases = [case(3, heads=MANY_HEADS), case(*(1,) * MANY_SEQUENCES, packed=True), case(*(1,) * MANY_SEQUENCES, packed=False)]
+    cases.append(case(*MEAN, packed=True))
     return [case for case in cases if domain.outside(case) is None]
 
 

@@ -27,7 +27,7 @@ from properties.words.domain import (
     check_widths,
     inside,
 )
-from properties.words.lengths import lengths, narrow
+from properties.words.lengths import MEAN, lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
 from properties.words.sizes import LENGTHS, MOST_TOKENS, at_limits, kind_of, large_lengths
@@ -191,10 +191,11 @@ class ModuleDomain(AnyDomain):
 def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
-    that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024 packed sequences with
-    states, and over 4,096 channels, or as many as it takes. Gates and norms have over 512 heads, and over 512 and over 4,096
-    channels in numbers that are no multiples of 4. There are none if the check draws no long cases, or if kernels are compiled.
+    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
+    convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
+    packed sequences with states, four whose first and last length are the mean of all, and over 4,096 channels, or as many as
+    it takes. Gates and norms have over 512 heads, and over 512 and over 4,096 channels in numbers that are no multiples of 4.
+    There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -226,7 +227,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(*(min(length, domain.longest) for length in ODD_STARTS), packed=True)] if "packed" in every else []
     few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
-        cases += [case(min(5, domain.longest), width=_many_channels(domain)), case(*unequal, packed=True)]
+        cases += [case(min(5, domain.longest), width=_many_channels(domain)), case(*unequal, packed=True), case(*MEAN, packed=True)]
     elif "width" in every:
         wide = [next((width for width in range(least, MAX_WIDTH + 1) if domain.has_width(width)), narrow) for least in UNEVEN]
         cases += [case(few, width=width, out_width=out) for width, out in zip(wide, (wide[0], narrow), strict=True)]

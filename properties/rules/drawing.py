@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from properties.rules.case import BETAS, COMPUTED_GATES, GIVEN_GATES, Case, overflows
 from properties.rules.domain import Domain
-from properties.words.lengths import lengths, narrow, widths
+from properties.words.lengths import MEAN, lengths, narrow, widths
 from properties.words.line import MAX_WIDTH
 from properties.words.options import draw_options
 from properties.words.sizes import (
@@ -59,12 +59,12 @@ def crowd(domain: Domain) -> Case | None:
 def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
-    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; over 256 heads, with several
-    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; and over 256 sequences
-    of a batch. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a
-    sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and
-    values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and if kernels are
-    compiled (a `reach` above 1), because they compile for few widths.
+    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; packed sequences whose first and
+    last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
+    over 256 value heads for one key head; and over 256 sequences of a batch. Where kernels are interpreted, there is a batch
+    with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64;
+    two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys of over 128. There are
+    none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -79,6 +79,7 @@ def limits(domain: Domain) -> list[Case]:
     found = [
         None if quick else crowd(domain),
         _narrow_case(domain, lengths=unequal, packed=True),
+        _narrow_case(domain, lengths=tuple(up(step * length) for length in MEAN), packed=True),
         heads(MANY, MANY),
         heads(MANY, 2 * MANY),
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,

@@ -6,6 +6,7 @@ import random
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
 EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
 WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
+MEAN = (3, 2, 4, 3)  # packed lengths of which the first and the last are the mean, as if all were equal
 CROWDED = 130  # from this total of tokens on, a batch may have more sequences than a warp has threads
 
 
