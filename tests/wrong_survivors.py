@@ -107,7 +107,7 @@ class SavedScale(L2Norm):
 
 
 class OffsetsOfTheBackward(Recomputes):
-    """While the backward runs the rule again, its offsets are kept in the class. If that raises, they stay there for later calls."""
+    """While the backward runs the rule again, the class keeps its offsets. If that raises, later calls take them."""
 
     _again: ClassVar[Tensor | None] = None
 
