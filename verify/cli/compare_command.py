@@ -15,7 +15,7 @@ from verify.cli.across_command import drawn, places_of
 from verify.cli.exits import BROKEN as EXIT_BROKEN
 from verify.cli.exits import HOLDS as EXIT_HOLDS
 from verify.cli.exits import UNDECIDED
-from verify.cli.hosts import deadline_of, device_of, read_deny_list
+from verify.cli.hosts import deadline_of, device_of
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.terminal import marks_of, print_error, print_line
@@ -52,7 +52,6 @@ WIDTH = 100
 
 def compare(options: argparse.Namespace) -> int:
     """Compare two versions and print what differs. Returns the exit code."""
-    read_deny_list(None)
     device, deadline_s, store = device_of(options.device), deadline_of(options), Store()
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)

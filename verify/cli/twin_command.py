@@ -12,7 +12,7 @@ from verify.adapters.registry import AdapterError
 from verify.cli import terminal
 from verify.cli.across_command import drawn, places_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of, device_of, read_deny_list
+from verify.cli.hosts import deadline_of, device_of
 from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
 from verify.engine.across import Site, SiteWorkers
@@ -35,7 +35,6 @@ CODES = {Answer.SAME: HOLDS, Answer.ROUNDING: HOLDS, Answer.WRONG: BROKEN, Answe
 
 def twin(options: argparse.Namespace) -> int:
     """Compare two implementations and print what was found. Returns the exit code."""
-    read_deny_list(None)
     device, store, specs = device_of(options.device), Store(), (options.trainer, options.server)
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)

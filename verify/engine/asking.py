@@ -190,7 +190,7 @@ def ask(
     UNKNOWN. Pass the `defects` that are to explain the outcome: the judge does not measure every error of a broken output, but
     those that they would not explain. Configurations on their deny-list are left out of the run's draw.
     """
-    question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
+    question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run), denied=defects.denied)
     return ask_line(question, worker, store, *_deadline(run, worker))
 
 
@@ -260,7 +260,8 @@ def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: Known
         lines = [str(run) for run in runs]
         store.begin("\n".join(lines))
         try:
-            question = RunMany(lines, excused if any(excused) else [], left_out if any(left_out) else [])
+            pairs = left_out if any(left_out) else []
+            question = RunMany(lines, excused if any(excused) else [], pairs, denied=defects.denied)
             answer = read(Outcomes, worker.ask(question))
             outcomes = answer.outcomes if isinstance(answer, Outcomes) else []
         except WorkerLost:

@@ -66,7 +66,7 @@ class Check:
         self.cases: list[Any] = []
         self.described: Described | None = None
         self._warning: str | None = None
-        defects = known.of(settings.adapter, settings.known) if defects is None else defects
+        defects = known.of(settings.adapter, settings.known, settings.denied) if defects is None else defects
         self.defects = defects if isinstance(defects, KnownDefects) else KnownDefects(defects)
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
@@ -265,7 +265,7 @@ class Check:
         """The report of a law, with what the law `tags` says where a trace broke the law `session`."""
         report = law.run()
         if not law.waits:
-            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store))
+            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store, defects=self.defects.deny_list))
         return report
 
     def _one(self, common: Common, law: str) -> LawReport | None:

@@ -131,7 +131,8 @@ class Plan:
         left_out = self._defects.left_out(run)
         words = (run.law, run.products, run.tune, _key(run.example), *left_out)
         shared = not is_timed(run.tune)  # Triton's timing would be wrong beside others, and launches kernels
-        return self._compilers.prepare(Compile(str(run), left_out), _family(run.example.case), *words, shared=shared)
+        question = Compile(str(run), left_out, denied=self._defects.denied)
+        return self._compilers.prepare(question, _family(run.example.case), *words, shared=shared)
 
     def await_known(self, run: Run) -> None:
         """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""

@@ -26,7 +26,7 @@ from verify.engine.asking import Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
 from verify.engine.shrink import DATA, Shrunk, between, one_step, other_numbers, restored, shrink
 from verify.execution.line import Run
-from verify.findings.known import KnownDefects
+from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
@@ -59,6 +59,7 @@ def would_hold(
     store: Store,
     more: Callable[[], bool] = lambda: True,
     others: Callable[[], Sequence[Run]] = list,
+    defects: KnownDefects = NO_DEFECTS,
 ) -> list[str]:
     """Declarations, as text such as "folds = True", each of which alone would bring all these broken runs within their tolerance.
 
@@ -70,12 +71,13 @@ def would_hold(
     """
 
     def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
-        return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
+        return all(more() and ask(run, worker, store, declared, defects).verdict is verdict for run in asked)
 
     def none_broken(asked: Sequence[Run], way: Way) -> bool:
         """Whether no run is broken with the declaration. A declaration of products is a word of the run itself."""
         return all(
-            more() and ask(way.drawn(way.of(run)), worker, store, way.declared).verdict is not Verdict.BROKEN for run in asked
+            more() and ask(way.drawn(way.of(run)), worker, store, way.declared, defects).verdict is not Verdict.BROKEN
+            for run in asked
         )
 
     hold = [way for way in _ways(described, runs) if all_verdicts(Verdict.HOLDS, [way.of(run) for run in runs], way.declared)]
@@ -177,6 +179,7 @@ def would_hold_within(
     store: Store,
     more: Callable[[], bool] = lambda: True,
     others: Callable[[], Sequence[Run]] = list,
+    defects: KnownDefects = NO_DEFECTS,
 ) -> list[str]:
     """Limits of the domain, as text such as "nothing = False", each of which alone would exclude all these broken runs.
 
@@ -193,7 +196,7 @@ def would_hold_within(
 
     def verdicts(asked: Sequence[Run], limit: Limit) -> list[Verdict]:
         declared = {"domain": limit.fields} if limit.fields else {}
-        return [ask(run, worker, store, declared).verdict if more() else Verdict.UNKNOWN for run in asked]
+        return [ask(run, worker, store, declared, defects).verdict if more() else Verdict.UNKNOWN for run in asked]
 
     def holds(limit: Limit) -> bool:
         asked = [

@@ -51,7 +51,7 @@ class Settings:
     - `compilers`: how many processes compile kernels ahead; for a path on so many `ranks`, each stands in for one of them.
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
-    - `known`: files of known defects, besides ours and the one beside the adapter's file.
+    - `known`: files of known defects, besides ours and the one beside the adapter's file. `denied`: a deny-list.
     - `shard`: which lines are run; those of the other shards are drawn alone.
     - `given`: the examples of each law, in place of those that the seed draws.
     - `engine_workers`, `gpu_workers`: the least number of workers on GPUs, if the check starts its own: for a serving engine, and
@@ -74,6 +74,7 @@ class Settings:
     until: float = math.inf
     under: str = ""
     known: Sequence[str] = ()
+    denied: Sequence[policies.Denied] = ()
     engine_workers: int = 0
     gpu_workers: int = 0
     shard: Shard = WHOLE
@@ -486,9 +487,9 @@ class LawCheck:
                 return not common.over and time.monotonic() < end
 
             others = functools.cache(functools.partial(self._others, run))
-            asked = common.described, (smallest, run)
-            rounding = would_hold(*asked, worker, common.store, more, others) if again else []
-            report.otherwise = [*would_hold_within(*asked, best, worker, common.store, more, others), *rounding]
+            asked, deny_list = (common.described, (smallest, run)), common.defects.deny_list
+            rounding = would_hold(*asked, worker, common.store, more, others, deny_list) if again else []
+            report.otherwise = [*would_hold_within(*asked, best, worker, common.store, more, others, deny_list), *rounding]
         report.shrink_s = time.monotonic() - start
         report.wall_s += report.shrink_s
         return report

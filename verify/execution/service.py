@@ -22,7 +22,7 @@ from verify.bench import oracle_process
 from verify.execution import calls, launches, reproduction, twins, watched
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
-from verify.execution.judging import adapter_of, following, loaded
+from verify.execution.judging import adapter_of, denying, following, loaded
 from verify.execution.line import Run
 from verify.execution.paths import work_of
 from verify.execution.refusals import SILENT, probe
@@ -47,6 +47,7 @@ from verify.process.messages import (
     Join,
     Joined,
     Launches,
+    Launching,
     LaunchReport,
     Origins,
     Outcomes,
@@ -84,7 +85,8 @@ def typed_answer(question: Mapping[str, Any]) -> Answer | Outcome:
             asked = messages.parse(question)
             if type(asked) not in _ANSWERS:
                 raise ValueError(f"this worker runs under no sanitizer, and cannot answer {asked}")
-            return _ANSWERS[type(asked)](asked)
+            with denying(asked.denied if isinstance(asked, Launching) else ()):
+                return _ANSWERS[type(asked)](asked)
     except AdapterError as error:
         return Failure(str(error))
     except ValueError as error:
