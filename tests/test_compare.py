@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from properties.books import book_of
 from properties.paths.domain import PathDomain
 from properties.rules.domain import Domain
+from properties.words.example import Example
 from tests.test_across import ADAPTER, RIGHT, WRONG, answered, package, said
+from verify.adapters.loader import load
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.engine import compare as engine
 from verify.engine.across import BROKEN as IS_BROKEN
@@ -35,6 +38,7 @@ from verify.engine.compare import (
     suited,
     timed,
 )
+from verify.engine.drawing import seeded
 from verify.execution.line import Run
 from verify.process.messages import Called
 from verify.process.outcome import Outcome, Verdict
@@ -157,6 +161,14 @@ def test_a_choice_or_an_option_that_a_version_lacks_is_left_out() -> None:
     rule = dataclasses.replace(Domain(), options=(("cu_seqlens_cpu", ("no", "yes")),))
     assert str(suited(Run.parse(f"{RUN} {options}"), rule)) == f"{RUN} options=cu_seqlens_cpu:yes"
     assert suited(RUN, rule) == RUN
+
+
+def test_a_line_of_a_described_callable_stays_what_it_is() -> None:
+    """Its domain has no choices of how to compute."""
+    adapter, examples = load("tests/right_calls.py:DeltaRule"), list[Example]()
+    seeded(book_of(adapter.domain).laws["pure"].draw(adapter.domain), 0, 1, examples.append)
+    run = Run("pure", "tests/right_calls.py:DeltaRule", examples[0])
+    assert suited(run, adapter.domain) == run
 
 
 # The command

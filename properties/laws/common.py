@@ -618,7 +618,7 @@ def cuts(domain: Any) -> Callable[[Any], range]:
 
 def outside_of_cut(domain: Any, example: Example) -> str | None:
     """Return why the parts of a cut are outside the domain, or None."""
-    step, lengths = getattr(domain, "length_step", 1), example.case.lengths
+    step, lengths = domain.length_step, example.case.lengths
     if example.at is not None and example.at % step:
         return f"at={example.at}: every length must be a multiple of {step}"
     if example.at is not None and not domain.empty and min(lengths) <= example.at:

@@ -480,7 +480,7 @@ class AdapterBench(Watched):
 
     def _returned(self, x: Tensor) -> Tensor:
         """What a call returned; a copy if a later call may put other numbers there."""
-        return x.detach() if getattr(self.domain, "rule", self.domain).keeps_outputs else x.detach().clone()
+        return x.detach() if self.domain.of_call.keeps_outputs else x.detach().clone()
 
     def _backward(
         self,

@@ -202,10 +202,12 @@ def change_of(old: tuple[SiteVerdict, Outcome | None], new: tuple[SiteVerdict, O
 
 
 def suited(run: Run, domain: Any) -> Run:
-    """A run with choices and options that a domain has. They change how numbers are computed, and not which are right."""
+    """A run with choices and options that a domain has, if there is one. They do not change which numbers are right."""
+    if domain is None:
+        return run
     case = run.example.case
-    other = {name: values[0] for name, values in getattr(domain, "choices", ()) if getattr(case, name) not in values}
-    if hasattr(case, "options") and hasattr(domain, "options"):
+    other = {name: values[0] for name, values in domain.choices if getattr(case, name) not in values}
+    if "options" in case.WORDS:
         known = dict(domain.options)
         other["options"] = text_of_values({name: x for name, x in values_of(case.options).items() if x in known.get(name, ())})
     return dataclasses.replace(run, example=dataclasses.replace(run.example, case=dataclasses.replace(case, **other)))

@@ -14,7 +14,6 @@ from properties.laws.law import Law
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain
 from properties.pools.case import PoolCase
-from properties.pools.domain import PoolDomain
 from properties.rules.case import Case, overflows
 from properties.rules.domain import Domain
 from properties.rules.numbers import NORM_EPS
@@ -123,7 +122,7 @@ class Way:
 
 def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
     """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG, and other norms if runs have one."""
-    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    domain = described.domain.of_call
     has_norm = isinstance(domain, LayerDomain | TraceDomain) or (isinstance(domain, Domain) and domain.qk_norm)
     normed = has_norm and all(_normed(run.example) for run in runs)
     return [*(_norms(domain) if normed else ()), *_roundings(described, runs)]  # the more specific first, as the report has them
@@ -186,7 +185,7 @@ def would_hold_within(
     The same runs as the limit allows them must hold, and of the runs that `others()` returns none that the limit allows may be
     broken. Only the adapter's author knows whether the limit is meant.
     """
-    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    domain = described.domain.of_call
     raised = outcome.kind is FailureKind.RAISED
     known = _limits(domain, pool=domain is not described.domain) if isinstance(domain, Domain) else ()
     limits = [limit for limit in known if raised or not limit.raised]

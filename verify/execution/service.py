@@ -124,10 +124,10 @@ def _describe(asked: Describe) -> Description:
         versions=versions(adapter),
         device=devices.name(),
         memory=devices.memory(),
-        chunk=getattr(adapter, "chunk", None),
+        chunk=adapter.chunk,
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
-        compiles=getattr(adapter, "compiles", False),
+        compiles=isinstance(adapter, Adapter) and adapter.compiles,
         cost=cost_of(adapter),
         declares=declared_by(adapter),
     )

@@ -269,7 +269,7 @@ def mutate(
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
         most = MOST["interpreted"] if profile.large else 0  # tokens of the longest sequence, as in a check of interpreted kernels
-        domain = sized(adapter.domain, getattr(adapter, "chunk", None), most, adapter.algorithm)
+        domain = sized(adapter.domain, adapter.chunk, most, adapter.algorithm)
         runs = runs_by_law(spec, domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})
