@@ -126,16 +126,6 @@ def _divides(case: ParallelCase, variant: str | None) -> str | None:
     return None if case.heads % (tp * cp) == 0 else f"heads that {tp} * {cp} ranks can share"
 
 
-def _illegal(case: ParallelCase, variant: str | None) -> str | None:
-    if variant in ("length", "total", "order") and not case.packed:
-        return "packed=yes"
-    if variant == "length" and (case.cp == 1 or case.layout != "zigzag"):
-        return "cp over 1 and layout=zigzag"
-    if variant == "heads" and case_ranks(case) == 1:
-        return "more than one rank"
-    return None
-
-
 def _kinds(domain: PathDomain) -> list[str]:
     """Return the histories that can happen to calls of a domain."""
     can = {"refused": domain.refuses and domain.operation == "gdn_layer", "in_flight": domain.backward and not domain.steps}
