@@ -260,7 +260,8 @@ def checking_of(worker: Any, domain: Any, device: str = "cpu", tune: str = "") -
         describe=lambda: types.SimpleNamespace(domain=domain),
         settings=types.SimpleNamespace(shard=WHOLE, until=math.inf, device=device, tune=tune),
         defects=types.SimpleNamespace(
-            left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else [], denied=[{"config": "BT=64"}]
+            left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else [],
+            denied=[{"config": "BT=64"}] if device == "cuda" else [],
         ),
         workers=worker if isinstance(worker, list) else [worker],
     )
