@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.common import bytes_of, spaced, view, views_of
+from properties.laws.common import bytes_of, memory_law, pure_law, spaced, view, views_of
 from properties.laws.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
 from properties.laws.history import moved
 from properties.laws.law import Bench, Blind, Law, Pair, bits, either, examples_of, firm_examples, present, spread, visible
@@ -486,13 +486,7 @@ POOL_LAWS: dict[str, Law] = {
                 domain, examples_of(_remember(domain, kinds=("crowd",), values="ordinary", padded="none"))
             ),
         ),
-        Law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(pool_cases(domain, most=8)),
-            _memory,
-        ),
+        memory_law(functools.partial(pool_cases, most=8), _memory),
         Law(
             "blocks",
             "truth",
@@ -513,12 +507,10 @@ POOL_LAWS: dict[str, Law] = {
             lacks=lacks_far,
             always=_firm_views,
         ),
-        Law(
-            "pure",
-            "exact",
-            "a call changes neither its inputs nor the memory around them, except a pool that is updated in place",
-            lambda domain: examples_of(pool_cases(domain, most=8)),
+        pure_law(
+            functools.partial(pool_cases, most=8),
             _pure,
+            says="a call changes neither its inputs nor the memory around them, except a pool that is updated in place",
         ),
     )
 }

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from oracles.norm import EPS
 from oracles.operation import DTYPES, Inputs
-from properties.laws.common import (
-    carried_dtype,
-    final_dtype,
-    without_options,
-)
+from properties.laws.common import without_options
 from properties.laws.law import (
     Bench,
     Pair,
@@ -26,6 +22,7 @@ from properties.laws.law import (
     spread,
     with_others,
 )
+from properties.laws.parts import carried_dtype, final_dtype
 from properties.laws.promises import to_the_bit
 from properties.words.example import Example
 

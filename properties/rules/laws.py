@@ -1,4 +1,4 @@
-"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in checks.py and in properties/laws/common.py."""
+"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in checks.py and in properties/laws/."""
 
 import functools
 from typing import Any
@@ -6,29 +6,23 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws.common import (
-    again,
+    again_law,
     batch,
-    cut,
-    cuts,
     firm_views,
     future,
     has_words,
     inner,
     lacks_view,
-    memory,
+    memory_law,
     near_views,
     one_batch_row,
     oracle,
-    outside_of_cut,
     outside_views,
-    packed,
     plain,
-    pure,
-    recurrent,
+    pure_law,
     require,
     samples,
     several,
-    steps,
     strides,
     takes_far,
     two_tokens,
@@ -43,6 +37,7 @@ from properties.laws.law import (
     one_final_state,
     one_initial_state,
 )
+from properties.laws.parts import cut, cuts, outside_of_cut, packed, recurrent, steps
 from properties.laws.recompute import recompute_law
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
@@ -373,20 +368,8 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain, sequences=(1, 3), groups=_many(domain))),
             rule_checks.permuted,
         ),
-        Law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            memory,
-        ),
-        Law(
-            "again",
-            "exact",
-            "three calls with the same inputs give the same results, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            again,
-        ),
+        memory_law(_small),
+        again_law(_small),
         history_law(_brief),
         recompute_law(_calm, _calm_lacks),
         Law(
@@ -409,13 +392,7 @@ LAWS: dict[str, Law] = {
             outside=outside_views,
             always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
         ),
-        Law(
-            "pure",
-            "exact",
-            "a call changes neither its inputs nor the memory around them",
-            lambda domain: examples_of(_small(domain)),
-            pure,
-        ),
+        pure_law(_small),
     )
 }
 
