@@ -165,9 +165,10 @@ def test_a_choice_or_an_option_that_a_version_lacks_is_left_out() -> None:
 
 def test_a_line_of_a_described_callable_stays_what_it_is() -> None:
     """Its domain has no choices of how to compute."""
-    adapter, examples = load("tests/right_calls.py:DeltaRule"), list[Example]()
+    spec, examples = f"{pathlib.Path(__file__).with_name('right_calls.py')}:DeltaRule", list[Example]()
+    adapter = load(spec)
     seeded(book_of(adapter.domain).laws["pure"].draw(adapter.domain), 0, 1, examples.append)
-    run = Run("pure", "tests/right_calls.py:DeltaRule", examples[0])
+    run = Run("pure", spec, examples[0])
     assert suited(run, adapter.domain) == run
 
 

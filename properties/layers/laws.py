@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.laws import common as common_laws
-from properties.laws import parts
+from properties.laws import in_parts
 from properties.laws.far_views import FAR, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import (
@@ -176,7 +176,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(
                 layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), common_laws.several
             ),
-            parts.packed,
+            in_parts.packed,
             common_laws.first_of(_promises("packed"), _promises("batched")),
             place=common_laws.several,
             lacks=common_laws.has_words(packed="yes"),

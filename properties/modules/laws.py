@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws import common as common_laws
-from properties.laws import parts
+from properties.laws import in_parts
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Law, Pair, either, examples_of
@@ -251,13 +251,13 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
-                _stateful(common_laws.plain(domain), packed=False, sequences=(1, 1), longest=80, backward=False), parts.steps
+                _stateful(common_laws.plain(domain), packed=False, sequences=(1, 1), longest=80, backward=False), in_parts.steps
             ),
-            parts.recurrent,
+            in_parts.recurrent,
             CONV,
             common_laws.first_of(common_laws.require(initial_state=True, final_state=True, batched=True), common_laws.two_tokens),
             _one_row_and_its_state,
-            place=parts.steps,
+            place=in_parts.steps,
             within=common_laws.plain,
         ),
         _law(
@@ -265,7 +265,7 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "packed sequences give what each gives alone",
             lambda domain: examples_of(_stateful(domain, packed=True, sequences=(2, 3)), common_laws.several),
-            parts.packed,
+            in_parts.packed,
             CONV,
             common_laws.require(packed=True, batched=True, initial_state=True, final_state=True),
             common_laws.has_words(packed="yes", final_state="yes"),
@@ -283,12 +283,12 @@ MODULE_LAWS: dict[str, Law] = {
                 ),
                 common_laws.inner,
             ),
-            parts.cut,
+            in_parts.cut,
             CONV,
             common_laws.first_of(common_laws.require(initial_state=True, final_state=True), common_laws.two_tokens),
             common_laws.has_words(final_state="yes"),
             place=common_laws.inner,
-            outside=parts.outside_of_cut,
+            outside=in_parts.outside_of_cut,
         ),
         _law(
             "absent",

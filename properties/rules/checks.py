@@ -22,7 +22,7 @@ from properties.laws.law import (
     spread,
     with_others,
 )
-from properties.laws.parts import carried_dtype, final_dtype
+from properties.laws.in_parts import carried_dtype, final_dtype
 from properties.laws.promises import to_the_bit
 from properties.words.example import Example
 

@@ -37,7 +37,7 @@ from properties.laws.law import (
     one_final_state,
     one_initial_state,
 )
-from properties.laws.parts import cut, cuts, outside_of_cut, packed, recurrent, steps
+from properties.laws.in_parts import cut, cuts, outside_of_cut, packed, recurrent, steps
 from properties.laws.recompute import recompute_law
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
