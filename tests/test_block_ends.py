@@ -8,7 +8,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from tests.wrong_block_ends import Blocks, DecodeThatBegins, PromptThatFills, WindowOfADraft, of_block
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import EngineBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.judge import judge
@@ -20,7 +20,7 @@ INPUTS = {64: "p:a62/v4:a4", 256: "p:a130/p:a124/v4:a4", 1056: "p:a130/" * 8 + "
 def broken(kind: type[Serves], law: str, example: Example) -> bool:
     """Whether a law finds an engine broken on an example."""
     try:
-        return bool(judge(TRACE_LAWS[law].check(TraceBench(kind(), example.case), example), place_of).findings)
+        return bool(judge(TRACE_LAWS[law].check(EngineBench(kind(), example.case), example), place_of).findings)
     except Breach:
         return True
     except Blind:

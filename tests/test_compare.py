@@ -29,8 +29,8 @@ from verify.engine.compare import (
     NEITHER,
     REFUSED,
     UNKNOWN,
+    BeforeAfter,
     Differences,
-    Pair,
     change_of,
     distribution,
     errors_of,
@@ -104,7 +104,7 @@ def test_what_changed_in_a_line(old: Any, new: Any, change: str) -> None:
 
 def comparison(*changes: str, **more: Any) -> Differences:
     lists = dict[str, Any].fromkeys(("errors", "unsteady", "parameters", "gone", "domain"), [])
-    pairs = [Pair(RUN, HELD[0], HELD[0], change, {}) for change in changes]
+    pairs = [BeforeAfter(RUN, HELD[0], HELD[0], change, {}) for change in changes]
     return Differences(pairs, **{**lists, "bits": {}, "refusals": {}, **more})
 
 
@@ -137,9 +137,9 @@ def test_the_parameters_that_differ_are_named() -> None:
 
 
 def test_errors_are_compared_line_by_line() -> None:
-    def pairs(*ratios: tuple[float, float]) -> list[Pair]:
+    def pairs(*ratios: tuple[float, float]) -> list[BeforeAfter]:
         runs = [Run.parse(f"law=oracle adapter=fla/chunk lengths={number}") for number in range(1, len(ratios) + 1)]
-        return [Pair(run, HELD[0], HELD[0], BOTH[DOES_HOLD], {"o": each}) for run, each in zip(runs, ratios, strict=True)]
+        return [BeforeAfter(run, HELD[0], HELD[0], BOTH[DOES_HOLD], {"o": each}) for run, each in zip(runs, ratios, strict=True)]
 
     (grew,) = errors_of(pairs((0.1, 0.2), (0.1, 0.4), (0.1, 0.1)))
     assert (grew.word, grew.factor, grew.grew, grew.shrank, grew.old) == ("grew", 2.0, 2, 0, [0.1] * 3)

@@ -392,7 +392,7 @@ def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_af
 
 def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None:
     for x in [torch.tensor([0, 3, 5]), torch.randn(2, 3, 4), torch.zeros(0, 3), torch.ones(1, dtype=torch.bfloat16)]:
-        place = addresses.Place(x)
+        place = addresses.Spot(x)
         first = place.put(x)
         address = first.data_ptr()
         assert torch.equal(first, x), x
@@ -408,7 +408,7 @@ def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None
 
 
 def test_memory_that_only_a_view_holds_is_not_given_again() -> None:
-    place = addresses.Place(torch.arange(4))
+    place = addresses.Spot(torch.arange(4))
     view = place.put(torch.arange(4))[1:3]
     place.put(torch.zeros(4, dtype=torch.int64))
     assert view.tolist() == [1, 2]

@@ -9,7 +9,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from verify.bench.faults import AdapterFault
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import EngineBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.engine.under_tags import add_tags
@@ -137,7 +137,7 @@ def broken(animal: type[traces.Serves], law: str, most: int | None = None) -> in
 
 def is_broken(animal: type[traces.Serves], law: str, example: Example) -> bool:
     try:
-        return bool(judge(TRACE_LAWS[law].check(TraceBench(animal(), example.case), example), place_of).findings)
+        return bool(judge(TRACE_LAWS[law].check(EngineBench(animal(), example.case), example), place_of).findings)
     except (Breach, AdapterFault):
         return True
     except Blind:

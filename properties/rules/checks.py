@@ -9,6 +9,7 @@ from torch import Tensor
 from oracles.norm import EPS
 from oracles.operation import DTYPES, Inputs
 from properties.laws.common import without_options
+from properties.laws.in_parts import carried_dtype, final_dtype
 from properties.laws.law import (
     Bench,
     Pair,
@@ -22,7 +23,6 @@ from properties.laws.law import (
     spread,
     with_others,
 )
-from properties.laws.in_parts import carried_dtype, final_dtype
 from properties.laws.promises import to_the_bit
 from properties.words.example import Example
 

@@ -30,6 +30,7 @@ from properties.laws.common import (
 )
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
+from properties.laws.in_parts import cut, cuts, outside_of_cut, packed, recurrent, steps
 from properties.laws.law import (
     Law,
     either,
@@ -37,7 +38,6 @@ from properties.laws.law import (
     one_final_state,
     one_initial_state,
 )
-from properties.laws.in_parts import cut, cuts, outside_of_cut, packed, recurrent, steps
 from properties.laws.recompute import recompute_law
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case

@@ -22,14 +22,14 @@ from properties.laws.law import Cotangents, Results, with_one_state, with_option
 from properties.rules.case import Case
 from verify.adapters.base import Adapter
 from verify.bench import ways
-from verify.bench.addresses import Place
+from verify.bench.addresses import Spot
 from verify.bench.answer import outputs_of
 from verify.bench.at_once import TIMES, in_threads, on_streams
 from verify.bench.faults import AdapterFault, OutOfMemory, no_memory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
 from verify.bench.placing import between, in_layout, placed, refill, shares_a_slot, tensors_of
-from verify.bench.watched import Watched
+from verify.bench.watched import WatchedBench
 from verify.gpu import device as devices
 from verify.interpreter import races
 from verify.process.outcome import FailureKind
@@ -56,7 +56,7 @@ class Ready(Protocol):
         """The case's bounds for a class of algorithm."""
 
 
-class AdapterBench(Watched):
+class AdapterBench(WatchedBench):
     """A Bench (properties/laws/law.py) for one adapter and one case."""
 
     def __init__(
@@ -269,7 +269,7 @@ class AdapterBench(Watched):
         Both calls are copied first, so nothing but the implementation may still hold what the first one got.
         """
         names = [name for name, value in second.items() if isinstance(value, Tensor)]
-        places = {name: Place(second[name]) for name in names}
+        places = {name: Spot(second[name]) for name in names}
         for inputs in (first, second):
             copies = inputs.replaced(**{name: place.put(inputs[name]) for name, place in places.items()})
             results = self.run(copies, cotangents, same_objects=True)

@@ -21,7 +21,7 @@ from verify.adapters.base import Engine, TraceAdapter
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import ALONG, Layout, indices, lay_out
-from verify.bench.watched import Watched
+from verify.bench.watched import WatchedBench
 from verify.gpu import device as devices
 from verify.interpreter import races
 from verify.process.outcome import FailureKind
@@ -36,7 +36,7 @@ AXES = {
 }
 
 
-class TraceBench(Watched):
+class EngineBench(WatchedBench):
     """A TraceBench (properties/traces/play.py) for one adapter and one case."""
 
     def __init__(self, adapter: TraceAdapter, case: TraceCase, products: str = "ieee", device: str = "cpu") -> None:
@@ -102,7 +102,7 @@ class Guarded:
     """An engine whose calls are timed and checked."""
 
     def __init__(
-        self, bench: TraceBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
+        self, bench: EngineBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
     ) -> None:
         self.bench, self.engine, self.sizes, self.guards, self.buffers = bench, engine, sizes, guards, buffers
         if not isinstance(engine, Engine):

@@ -10,7 +10,7 @@ from verify.process.outcome import FailureKind, Finding
 from verify.ranks.collectives import Abandoned, Mismatch
 
 
-class Watched:
+class WatchedBench:
     """What the benches of calls, of ranks and of engines have in common.
 
     - `kernel_s`, `oracle_s`: seconds spent in the implementation and in the oracle

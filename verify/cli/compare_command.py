@@ -33,9 +33,9 @@ from verify.engine.compare import (
     REFUSED,
     STEPS,
     UNKNOWN,
+    BeforeAfter,
     Differences,
     Errors,
-    Pair,
     Timing,
     distribution,
 )
@@ -186,7 +186,7 @@ def _print(told: _Told) -> None:
     terminal.write("\nto paste:\n\n" + textwrap.fill(_paragraph(told), WIDTH), sys.stdout)
 
 
-def _counts(pairs: Iterable[Pair], side: str) -> str:
+def _counts(pairs: Iterable[BeforeAfter], side: str) -> str:
     """How many lines of a law have each verdict on a side."""
     cells = [getattr(pair, side).verdict for pair in pairs]
     words = {HOLDS: "hold", BROKEN: "broken", NOT: "not asked"}

@@ -22,7 +22,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
-from verify.findings.outside import Answer
+from verify.findings.outside import OutsideAnswer
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -208,7 +208,7 @@ class Check:
         """What the decided cases looked at, those of unfinished laws too."""
         return reach_of((*self.reports, *self.unfinished))
 
-    def ask_outside(self, what: str) -> Answer | None:
+    def ask_outside(self, what: str) -> OutsideAnswer | None:
         """What the implementation does with something that its domain leaves out; None if it is not asked.
 
         For after `run`: the first worker is asked.

@@ -28,7 +28,7 @@ STEPS = tuple(2.0**power for power in range(-6, 1))  # of a distribution of erro
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class BeforeAfter:
     """A case in both versions, and what changed. `run` is its line in the new version.
 
     `ratios` has for each output of a case that holds in both the two errors, as multiples of the tolerance.
@@ -92,7 +92,7 @@ class Differences:
     - `timings`: on a GPU; `untimed` says why there are none
     """
 
-    pairs: list[Pair]
+    pairs: list[BeforeAfter]
     errors: list[Errors]
     bits: dict[str, list[str]]
     unsteady: list[str]
@@ -103,15 +103,15 @@ class Differences:
     timings: list[Timing] = dataclasses.field(default_factory=list)
     untimed: str = "not measured on a CPU"
 
-    def of(self, change: str) -> list[Pair]:
+    def of(self, change: str) -> list[BeforeAfter]:
         """The lines of one change, the shortest first."""
         return sorted(
             (pair for pair in self.pairs if pair.change == change), key=lambda pair: (pair.run.example.case.tokens, str(pair.run))
         )
 
-    def laws(self) -> dict[str, tuple[str, list[Pair]]]:
+    def laws(self) -> dict[str, tuple[str, list[BeforeAfter]]]:
         """For each law what changed, and its lines."""
-        lines: dict[str, list[Pair]] = {}
+        lines: dict[str, list[BeforeAfter]] = {}
         for pair in self.pairs:
             lines.setdefault(pair.run.law, []).append(pair)
         return {law: (min((pair.change for pair in pairs), key=CHANGES.index), pairs) for law, pairs in lines.items()}
@@ -157,7 +157,7 @@ def compare(
     for (older, newer), was, now in zip(runs, old, new, strict=True):
         outcomes = before.outcomes.get(older), after.outcomes.get(newer)
         change = change_of((was, outcomes[0]), (now, outcomes[1]))
-        pairs.append(Pair(newer, was, now, change, _ratios(newer, *outcomes)))
+        pairs.append(BeforeAfter(newer, was, now, change, _ratios(newer, *outcomes)))
     both = [number for number in old_bits if number in new_bits]
     signatures = [_signatures(one) for one in placed]
     parameters = parameter_changes(*signatures) if all(signatures) else [("the function under test was not seen", list[str]())]
@@ -219,7 +219,7 @@ def _ratios(run: Run, old: Outcome | None, new: Outcome | None) -> dict[str, tup
     return {name: (ratio, new.ratios[name]) for name, ratio in old.ratios.items() if ratio > 0 and new.ratios.get(name, 0) > 0}
 
 
-def errors_of(pairs: Iterable[Pair]) -> list[Errors]:
+def errors_of(pairs: Iterable[BeforeAfter]) -> list[Errors]:
     """The errors of each output."""
     found: dict[str, list[tuple[float, float, str]]] = {}
     for pair in pairs:

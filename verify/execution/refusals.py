@@ -18,7 +18,7 @@ from verify.adapters.loader import AnyAdapter
 from verify.bench.faults import AdapterFault
 from verify.bench.path_bench import RankBench, place_of
 from verify.bench.placing import in_layout
-from verify.bench.trace_bench import TraceBench
+from verify.bench.trace_bench import EngineBench
 from verify.gpu import device as devices
 from verify.process.outcome import FailureKind
 from verify.ranks.collectives import Abandoned, Mismatch, Place, simulate
@@ -72,7 +72,7 @@ def _of_call(adapter: Adapter, case: Any, inputs: Inputs) -> str:
 
 
 def _of_engine(adapter: TraceAdapter, case: TraceCase, step: Step, device: str) -> str:
-    bench = TraceBench(adapter, case, device=device)
+    bench = EngineBench(adapter, case, device=device)
     with devices.default("cpu"):
         try:
             engine = bench.open(case.sizes())

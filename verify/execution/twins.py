@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import DTYPES, NAMES, Inputs, Operation
-from properties.laws.law import Results, axes_of, present, token_output
 from properties.laws.in_parts import tokens_of
+from properties.laws.law import Results, axes_of, present, token_output
 from properties.pools.domain import PoolDomain
 from verify.adapters.base import Adapter
 from verify.adapters.pooled import called_with

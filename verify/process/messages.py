@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 from verify.process.outcome import Outcome
 
 Data = dict[str, Any]  # plain data, as it travels
-T = TypeVar("T", bound="Plain")
+T = TypeVar("T", bound="FromPlain")
 LeftOut = Sequence[Sequence[str]]  # pairs of a kernel and words of its configuration
 
 
@@ -157,7 +157,7 @@ class Way(Launching):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched(Question):
+class UnderSanitizer(Question):
     """Does the worker run under its sanitizer? Answer: Watching."""
 
 
@@ -365,7 +365,7 @@ _OF_RANKS: dict[str, type[Failure | Outcomes | Reaction | Outcome]] = {
 OfRank = Failure | Outcomes | Reaction | Outcome | Data
 
 
-class Plain(Protocol):
+class FromPlain(Protocol):
     """What can be made from plain data."""
 
     @classmethod
