@@ -8,8 +8,8 @@ from properties.rules.domain import Domain
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.findings import coverage
 from verify.findings.store import Store
 

@@ -14,9 +14,9 @@ from verify.engine.asking import ask_all, describe
 from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
 from verify.engine.explaining import would_hold, would_hold_within
-from verify.engine.law_check import Settings
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.execution.service import typed_answer
 from verify.findings import known

@@ -29,8 +29,9 @@ from verify.bench.faults import AdapterFault
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
 from verify.engine.drawing import of_law
-from verify.engine.law_check import LawCheck, Settings
+from verify.engine.law_check import LawCheck
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
@@ -346,7 +347,7 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
     monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
     law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
+    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
     broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant={variant} adapter={HERE}:Chunkwise lengths=4")
     assert law_check._confirmed(run, broken).verdict is verdict
@@ -355,7 +356,7 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
 def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
     law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
+    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
     broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant=others adapter={HERE}:Chunkwise lengths=4")
     assert law_check._confirmed(run, broken).verdict is Verdict.KNOWN

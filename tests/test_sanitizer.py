@@ -17,8 +17,8 @@ from verify.cli import main as cli
 from verify.engine import asking, explaining
 from verify.engine.asking import ask_all
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution import sanitizer as sanitize
 from verify.execution import service
 from verify.execution.line import Run

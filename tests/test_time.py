@@ -15,9 +15,9 @@ from verify.cli import check_command, exits
 from verify.cli.main import main
 from verify.engine import law_check
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.power import KILLS, SECONDS, by_power
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.findings import report as text
 from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.store import Store

@@ -179,7 +179,7 @@ def test_only_its_form_shows_the_wrong_engine(animal: type[traces.Serves], witho
 @pytest.mark.slow
 def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     from verify.engine.check import Check
-    from verify.engine.law_check import Settings
+    from verify.engine.state import Settings
 
     store = Store(tmp_path_factory.mktemp("findings"))
     with Check(Settings("zoo/StateKeepsTheDraft", ["tags"], PROFILES["few"]), [worker], store, defects=[]) as check:

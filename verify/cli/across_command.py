@@ -15,8 +15,8 @@ from verify.cli.places import Repository, allow, path_place, python_place, relea
 from verify.engine import across as engine
 from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.findings.text_table import text_table

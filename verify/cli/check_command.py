@@ -40,10 +40,10 @@ from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
 from verify.cli.terminal import marks_of, print_error, print_line, width_of
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE
+from verify.engine.state import Settings
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known, outside
 from verify.findings import report as text

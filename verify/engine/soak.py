@@ -15,8 +15,8 @@ from properties.books import book_of
 from properties.paths.domain import PathDomain
 from verify.engine.asking import Described, describe, interpreted, started
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.findings.law_report import LawReport, overall, reach_of
 from verify.findings.regressions import Examples
 from verify.findings.report import times
