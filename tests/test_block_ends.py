@@ -34,7 +34,7 @@ def found(kind: type[Serves], laws: tuple[str, ...], seed: int, domain: TraceDom
     """
     for law in laws:
         examples: list[Example] = []
-        of_law(TRACE_LAWS[law], domain or kind.domain, seed, PROFILES["quick"].examples_of(law), examples.append)
+        of_law(TRACE_LAWS[law], domain or kind.domain, seed, PROFILES["quick"].examples_of(TRACE_LAWS[law]), examples.append)
         examples.sort(key=lambda example: (example.case.dtype != "fp32", example.case.tokens))
         if any(broken(kind, law, example) for example in examples):
             return True

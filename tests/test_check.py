@@ -151,7 +151,7 @@ def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: St
     steps: list[tuple[str, int, int]] = []
     (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: steps.append(progress))
     assert [done for _, done, _ in steps] == list(range(1, len(steps) + 1))
-    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of("recall"))}
+    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of(LAWS["recall"]))}
     assert sum(report.counts.values()) == len(steps)
 
 

@@ -96,7 +96,7 @@ SEEDS = 3  # checks whose examples are looked at in turn: a check has few of eac
 def examples_of(spec: str, seed: int = 0) -> list[Example]:
     """The examples that a check of the default profile draws for the law of histories."""
     domain, found, law = adapter_of(spec).domain, list[Example](), law_of(spec)
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(book_of(domain).laws[law]), found.append)
     return found
 
 

@@ -22,7 +22,7 @@ from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.execution.outside import NOT_ASKED
 from verify.execution.service import typed_answer
-from verify.findings.outside import REFUSES, RIGHT, UNDECIDED, WRONG, OutsideAnswer, lines
+from verify.findings.outside import REFUSES, RIGHT, UNDECIDED, WRONG, Answer, lines
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
@@ -31,7 +31,7 @@ from verify.process.worker import Worker
 FILE = "tests/outside_adapters.py"
 
 
-def answers(adapter: str, worker: Worker, folder: pathlib.Path) -> dict[str, OutsideAnswer]:
+def answers(adapter: str, worker: Worker, folder: pathlib.Path) -> dict[str, Answer]:
     """What an adapter's function did with everything that the adapter's domain leaves out, without what it was not asked."""
     with Check(Settings(f"{FILE}:{adapter}", [], PROFILES["few"]), [worker], Store(folder)) as checking:
         found = {what: checking.ask_outside(what) for what in names_of(checking.describe().domain)}
@@ -74,7 +74,7 @@ def test_a_wrong_answer_has_a_line_that_repeats_it(worker: Worker, tmp_path: pat
     assert isinstance(outcome, Outcome)
     assert outcome.verdict is Verdict.BROKEN
     assert outcome.findings[0].place in answer.detail
-    *others, wrong, repeat = lines([answer, OutsideAnswer("scale", RIGHT, "law=oracle")])
+    *others, wrong, repeat = lines([answer, Answer("scale", RIGHT, "law=oracle")])
     assert others == ["outside the domain, reported and not judged:", "  scale: right"]
     assert wrong.startswith("  packed: accepted and wrong (o is off by more than rounding explains, sequence 1")
     assert repeat == f'    repeat     gdn-verify repeat "{answer.line}"'

@@ -119,7 +119,7 @@ SHOWN_BY_ONE_FORM = {
 def examples(law: str, domain: TraceDomain = traces.Serves.domain, count: int | None = None) -> list[Example]:
     """The examples that a check draws for a law, by default as many as in the default profile."""
     found: list[Example] = []
-    of_law(TRACE_LAWS[law], domain, 0, count or PROFILES["quick"].examples_of(law), found.append)
+    of_law(TRACE_LAWS[law], domain, 0, count or PROFILES["quick"].examples_of(TRACE_LAWS[law]), found.append)
     return found
 
 

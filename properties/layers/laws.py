@@ -168,6 +168,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         Law(
             "packed",
@@ -217,6 +218,7 @@ LAYER_LAWS: dict[str, Law] = {
             variants=GOING_ON,
             place=_prompts,
             within=common_laws.plain,
+            counterpart=True,
         ),
         common_laws.memory_law(layer_cases),
         history_law(functools.partial(layer_cases, longest=20)),

@@ -245,6 +245,7 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(module_cases(domain, longest=260, total=280, oldest=(False, True))),
             common_laws.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         _law(
             "recurrent",
@@ -259,6 +260,7 @@ MODULE_LAWS: dict[str, Law] = {
             _one_row_and_its_state,
             place=in_parts.steps,
             within=common_laws.plain,
+            counterpart=True,
         ),
         _law(
             "packed",
@@ -402,6 +404,7 @@ MODULE_LAWS: dict[str, Law] = {
             module_checks.apart(("H", "HV")),
             WITH_HEADS,
             place=_heads,
+            several_heads=True,
         ),
         _law(
             "channels",
@@ -419,6 +422,7 @@ MODULE_LAWS: dict[str, Law] = {
             "permuting sequences or tokens, heads and channels permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
             module_checks.permuted,
+            several_heads=True,
         ),
         _law(
             "repeated",

@@ -400,6 +400,7 @@ POOL_LAWS: dict[str, Law] = {
             lambda domain: examples_of(pool_cases(domain)),
             _oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         Law(
             "untouched",

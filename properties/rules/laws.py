@@ -209,6 +209,7 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(cases(domain, longest=260, total=280, value_heads=8)),
             oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         Law(
             "recurrent",
@@ -229,6 +230,7 @@ LAWS: dict[str, Law] = {
             place=steps,
             lacks=one_batch_row,
             within=plain,
+            counterpart=True,
         ),
         Law(
             "packed",
@@ -360,6 +362,7 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain, groups=_many(domain)), _value_heads),
             rule_checks.heads,
             place=_value_heads,
+            several_heads=True,
         ),
         Law(
             "permuted",
@@ -367,6 +370,7 @@ LAWS: dict[str, Law] = {
             "permuting sequences and head groups permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain, sequences=(1, 3), groups=_many(domain))),
             rule_checks.permuted,
+            several_heads=True,
         ),
         memory_law(_small),
         again_law(_small),

@@ -413,9 +413,9 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[s
     return did
 
 
-def _outside(checking: Check) -> list[outside.OutsideAnswer]:
+def _outside(checking: Check) -> list[outside.Answer]:
     """What the implementation does with calls just outside its domain, as far as there is time."""
-    answers, settings = list[outside.OutsideAnswer](), checking.settings
+    answers, settings = list[outside.Answer](), checking.settings
     for what in filter(settings.shard.owns, names_of(checking.describe().domain)):
         if time.monotonic() >= settings.until:
             break

@@ -23,7 +23,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
-from verify.findings.outside import OutsideAnswer
+from verify.findings.outside import Answer
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -168,10 +168,11 @@ class Check:
     def drawn(self) -> Iterator[tuple[str, list[Run], int]]:
         """For each law its name, the runs that no outcome decides, and how many further ones are climbed for. No case is run."""
         state = self._prepared()
+        laws_of = book_of(state.described.domain).laws
         for law in self.laws or ():
             runs = LawCheck(state, law, self.workers[0]).lines()
-            drawn = self.settings.drawn(book_of(state.described.domain).laws[law]) if runs else 0
-            yield law, runs, self.settings.profile.examples_of(law) - drawn if runs else 0
+            drawn = self.settings.drawn(laws_of[law]) if runs else 0
+            yield law, runs, self.settings.profile.examples_of(laws_of[law]) - drawn if runs else 0
 
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
@@ -209,7 +210,7 @@ class Check:
         """What the decided cases looked at, those of unfinished laws too."""
         return reach_of((*self.reports, *self.unfinished))
 
-    def ask_outside(self, what: str) -> OutsideAnswer | None:
+    def ask_outside(self, what: str) -> Answer | None:
         """What the implementation does with something that its domain leaves out; None if it is not asked.
 
         For after `run`: the first worker is asked.

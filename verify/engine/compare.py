@@ -145,7 +145,7 @@ def compare(
         for number, run in enumerate(lines):
             cells.append(_confirmed(one, run))
             tell(one.place.name, number + 1, len(runs))
-        for number in [number for number, run in enumerate(lines) if run.law == "oracle"][:OTHER_BITS]:
+        for number in [number for number, run in enumerate(lines) if run.the_law.base][:OTHER_BITS]:
             outcome = one.outcomes.get(lines[number])
             if cells[number].verdict != NOT and outcome and not outcome.lost and (call := _called(one, lines[number])):
                 bits[number] = call
@@ -324,7 +324,7 @@ def _refuses(did: str) -> bool:
 
 def timed(comparison: Differences, runs: Sequence[tuple[Run, Run]], make: Callable[[int], SiteWorkers]) -> None:
     """Time the longest cases that hold in both versions, on a GPU, in new processes that take turns. Triton tunes their kernels."""
-    held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.law == "oracle"][-TIMED:]
+    held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.the_law.base][-TIMED:]
     comparison.untimed = "no line could be measured"
     with make(0) as old, make(1) as new:
         for run in [[dataclasses.replace(run, tune="native") for run in pair] for pair in runs if pair[1] in held]:

@@ -93,7 +93,7 @@ class LawCheck:
     @property
     def _examples(self) -> int:
         """How many examples the law has, in all shards together."""
-        return self._state.settings.examples_of(self._name)
+        return self._state.settings.examples_of(book_of(self._state.described.domain).laws[self._name])
 
     def _verdict(self) -> tuple[Verdict, str]:
         """The verdict of a law that is not broken, and the reason if it does not hold.

@@ -11,7 +11,7 @@ from properties.words.outside import CASES, OUTSIDE, outside_of
 from verify.engine.drawing import seeded
 from verify.execution.line import Run
 from verify.execution.outside import BOOKS, REFUSED
-from verify.findings.outside import REFUSES, RIGHT, SAYS, UNDECIDED, WRONG, OutsideAnswer
+from verify.findings.outside import REFUSES, RIGHT, SAYS, UNDECIDED, WRONG, Answer
 from verify.process.outcome import Outcome, Verdict
 
 NARROW = 4
@@ -31,12 +31,12 @@ def ask_outside(
     ask: Callable[[Run], Outcome],
     *,
     of_one_key: bool = False,
-) -> OutsideAnswer | None:
+) -> Answer | None:
     """What the implementation does with `what`; None if it is not asked, because it has no parameter for it or no such call exists.
 
     A wrong result counts only if a call like it inside the domain is right. If `of_one_key`, the calls have one compile key.
     """
-    law, answers = OUTSIDE[what].law, list[OutsideAnswer]()
+    law, answers = OUTSIDE[what].law, list[Answer]()
     for case, inside in _cases(what, domain, seed, of_one_key=of_one_key):
         run = dataclasses.replace(run_of(law, Example(case)), outside=what)
         did, detail = _answer(ask(run))
@@ -44,7 +44,7 @@ def ask_outside(
             did, detail = UNDECIDED, "a call like it inside the domain is not right either"
         if not did:
             return None
-        answers.append(OutsideAnswer(what, did, str(run), detail))
+        answers.append(Answer(what, did, str(run), detail))
         if did == WRONG:
             break
     found = min(answers, key=lambda answer: SAYS.index(answer.did), default=None)
@@ -53,7 +53,9 @@ def ask_outside(
 
 def _cases(what: str, domain: Any, seed: int, *, of_one_key: bool) -> Sequence[tuple[Any, Any]]:
     drawn: list[Example] = []
-    seeded(book_of(domain).laws["oracle"].draw(domain), mix_words(seed, f"outside {what}"), DRAWN, drawn.append)
+    base = book_of(domain).base
+    assert base is not None, domain
+    seeded(base.draw(domain), mix_words(seed, f"outside {what}"), DRAWN, drawn.append)
     cases = sorted((example.case for example in drawn), key=lambda case: (_narrow(case), case.bytes))
     if not of_one_key:
         return [*OUTSIDE[what].cases(domain, cases)]

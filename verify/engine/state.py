@@ -61,13 +61,13 @@ class Settings:
     shard: Shard = WHOLE
     given: Mapping[str, Sequence[Example]] | None = None
 
-    def examples_of(self, law: str) -> int:
+    def examples_of(self, law: Law) -> int:
         """How many examples a law has, in all shards together."""
-        return self.profile.examples_of(law) if self.given is None else len(self.given.get(law, ()))
+        return self.profile.examples_of(law) if self.given is None else len(self.given.get(law.name, ()))
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""
-        examples = self.examples_of(law.name)
+        examples = self.examples_of(law)
         climbs = self.profile.climbs if self.climbs is None else self.climbs
         return examples - (climbed(examples, law.kind) if climbs and self.given is None else 0)
 

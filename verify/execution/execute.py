@@ -138,7 +138,7 @@ def _bring(spec: str) -> None:
 
 def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
     """The adapter's one-token form, if the law of the run uses it."""
-    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.the_law.counterpart else None
     assert counterpart is None or isinstance(counterpart, Adapter)
     return counterpart
 

@@ -8,7 +8,7 @@ SAYS = (WRONG, REFUSES, RIGHT, UNDECIDED)  # the answer to several calls is the 
 
 
 @dataclasses.dataclass(frozen=True)
-class OutsideAnswer:
+class Answer:
     """What an implementation did with something that its domain leaves out.
 
     - `what` is its name (properties/words/outside.py), and `did` one of SAYS
@@ -24,7 +24,7 @@ class OutsideAnswer:
     cases: int = 1
 
 
-def lines(answers: Sequence[OutsideAnswer]) -> list[str]:
+def lines(answers: Sequence[Answer]) -> list[str]:
     """A line for each answer, and below a wrong one the command that repeats it. Wrong answers come last, as the last word."""
     if not answers:
         return []
@@ -36,6 +36,6 @@ def lines(answers: Sequence[OutsideAnswer]) -> list[str]:
     return found
 
 
-def wrong(answers: Sequence[OutsideAnswer]) -> list[str]:
+def wrong(answers: Sequence[Answer]) -> list[str]:
     """What was accepted with a wrong result, by name."""
     return [answer.what for answer in answers if answer.did == WRONG]

@@ -111,7 +111,7 @@ def runs_by_law(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list
         law = book.laws[name]
         if law.needs(domain) is None:
             drawn: list[Example] = []
-            of_law(law, domain, seed, profile.examples_of(name), drawn.append)
+            of_law(law, domain, seed, profile.examples_of(law), drawn.append)
             if not runs:
                 drawn.sort(key=lambda example: _work(example.case))
             runs += [Run(name, spec, example) for example in drawn]

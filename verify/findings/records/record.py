@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verify.findings.law_report import LawReport
-from verify.findings.outside import OutsideAnswer
+from verify.findings.outside import Answer
 from verify.process.outcome import Verdict
 from verify.process.reach import Reach
 
@@ -74,7 +74,7 @@ class End:
     looked_at: list[str] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
     causes: list[str] = dataclasses.field(default_factory=list)
-    outside: list[OutsideAnswer] = dataclasses.field(default_factory=list)
+    outside: list[Answer] = dataclasses.field(default_factory=list)
     reach: Reach = dataclasses.field(default_factory=Reach)
 
 
