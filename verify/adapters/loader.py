@@ -105,9 +105,9 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     if isinstance(adapter, Adapter) and adapter.cost is not None and adapter.cost not in MOST:
         raise AdapterError(f"adapter {spec}: cost must be None or one of {', '.join(MOST)}, got {adapter.cost!r}")
     for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
-        if getattr(adapter, name, False) and adapter.algorithm != wanted:
+        if isinstance(adapter, Adapter) and getattr(adapter, name) and adapter.algorithm != wanted:
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
-    if getattr(adapter, "rounds_products", False) and (does != "causal_conv1d" or domain.backward):
+    if isinstance(adapter, Adapter) and adapter.rounds_products and (does != "causal_conv1d" or domain.backward):
         raise AdapterError(f"adapter {spec}: rounds_products must be False unless its domain is a convolution with backward=False")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")

@@ -65,15 +65,13 @@ class AdapterBench(Calling):
         self.case, self.products = case, products
         self.law_device = device  # a law creates its tensors where the results are
         self.counterpart = counterpart or adapter
-        self.says = adapter  # the adapter whose declarations a run is judged by
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.ready: Ready | None = None
-        self.kept: dict[str, bool] = {}  # promises that the domain does not make, and whether they were kept
 
     @property
     def algorithm(self) -> str:
         """The class of algorithm that a run is judged by."""
-        return self.says.algorithm
+        return str(self.says("algorithm"))
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
         """The inputs of a case and, if it has a backward, its cotangents, all on the device."""
@@ -92,8 +90,7 @@ class AdapterBench(Calling):
     ) -> dict[str, Bound]:
         """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
         inputs = self._with_norm(inputs)
-        says = self.says
-        chunk, algorithm_class = says.chunk if algorithm is None else None, algorithm or says.algorithm
+        chunk, algorithm_class = self.says("chunk") if algorithm is None else None, algorithm or self.algorithm
 
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None and not restarts:
@@ -101,16 +98,14 @@ class AdapterBench(Calling):
             spec = self._contract(inputs)
             # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            flags: dict[str, Any] = {
-                name: getattr(says, name) and algorithm is None for name in ("stores", "folds", "rounds_products")
-            }
+            flags: dict[str, Any] = {name: self.says(name) and algorithm is None for name in ("stores", "folds", "rounds_products")}
             flags["restarts"] = restarts
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, **flags)
             return MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             result = bounds(algorithm_class)
-            if says.stores and algorithm_class == "recurrent":
+            if self.says("stores") and algorithm_class == "recurrent":
                 other = bounds("chunkwise")  # a chunkwise forward, too, stores normalised keys and corrected values
                 result = {name: entry.beside(other[name]) for name, entry in result.items()}
         return {name: dataclasses.replace(entry, finer=self._finer(entry)) for name, entry in result.items()}

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class EngineBench(WatchedBench):
         self.adapter, self.case, self.products = adapter, case, products
         self.law_device = "cpu"  # laws compare copies
         self.domain: TraceDomain = adapter.domain
-        self.declared: Mapping[str, Any] = MappingProxyType({})
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.padding_rows = 0  # of the last batch, if they have a slot
 
@@ -76,8 +74,7 @@ class EngineBench(WatchedBench):
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
-        says = {"algorithm": self.adapter.algorithm, "chunk": self.adapter.chunk, **self.declared}
-        algorithm, chunk = (says["algorithm"], says["chunk"]) if kind == "p" else ("recurrent", None)
+        algorithm, chunk = (self.says("algorithm"), self.says("chunk")) if kind == "p" else ("recurrent", None)
         with self.timed("oracle_s"), devices.default("cpu"):
             inputs = inputs.replaced(**self.norm)
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)

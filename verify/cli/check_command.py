@@ -53,7 +53,7 @@ from verify.gpu.policies import Denied
 from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
-from verify.process.worker import WorkerLost
+from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering, Group
 from verify.ranks.torchrun import Launch, follow, launched
 from verify.reach import report as reach_report
@@ -451,7 +451,7 @@ def _summary(checking: Check, wall_s: float) -> str:
     missing = len(laws) - len(reports)
     parts = [*([text.verdict_counts(reports)] if reports else []), *([f"{missing} not finished"] if missing else [])]
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
-    processes = sum(getattr(worker, "size", 1) for worker in checking.workers[: max(1, len(laws))])  # a group of ranks has a size
+    processes = sum(1 if isinstance(worker, Worker) else worker.size for worker in checking.workers[: max(1, len(laws))])
     line += f" {text.times(every, processes)}"
     if any(report.verdict is Verdict.BROKEN for report in reports) and not store.trouble:
         line += f"; findings are in {store.folder}/findings.jsonl"

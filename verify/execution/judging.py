@@ -107,7 +107,7 @@ def judged(
     try:
         result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused, lay_out)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
-        outcome.kept = dict(getattr(bench, "kept", {}))
+        outcome.kept = dict(bench.kept)
     except Abandoned:
         raise  # the outcome of another rank counts
     except AdapterFault as fault:
