@@ -133,9 +133,9 @@ def quick_first(kill: Kill) -> Iterator[None]:
     """A context in which a check runs the examples that it draws in another order, and one at a time."""
 
     def ordered(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
-        common = check._state
-        seed = common.settings.seed
-        examples = _examples(law.name, common.described.domain, seed, count)
+        state = check._state
+        seed = state.settings.seed
+        examples = _examples(law.name, state.described.domain, seed, count)
         if kill.short:
             examples = sorted(examples, key=lambda x: x.case.tokens)
         if kill.shown is not None and kill.shown[0] == seed:
@@ -152,9 +152,9 @@ def small_ones(fits: Callable[[Any], bool]) -> Iterator[None]:
     """A context in which a check draws only cases that fit, unless all of those were blind."""
 
     def drawn(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
-        common = check._state
-        strategy = law.draw(common.described.domain).filter(lambda example: fits(example.case))
-        yield from batches(functools.partial(seeded, strategy, mix_words(common.settings.seed, law.name), count), most)
+        state = check._state
+        strategy = law.draw(state.described.domain).filter(lambda example: fits(example.case))
+        yield from batches(functools.partial(seeded, strategy, mix_words(state.settings.seed, law.name), count), most)
 
     with mock.patch.object(law_check.LawCheck, "_batches", drawn):
         yield
