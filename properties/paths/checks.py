@@ -120,7 +120,7 @@ def round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for sections in _sections(case):
         tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
-        by_heads, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
+        by_heads, _ = bench.move(tags["tokens"], sections, "heads")
         got, gradient = bench.move(by_heads, sections, "tokens", back["tokens"])
         _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
         yield Pair(str(len(sections)), "sections there and back", got, tags["tokens"])
