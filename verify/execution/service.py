@@ -150,7 +150,7 @@ def _compile(asked: Compile) -> Compiled:
         launched = compiled(Run.parse(asked.line))
     devices.tidy()
     device = _device()
-    return Compiled(bool(devices.lost(device)) or (launched and devices.crowded(device) and not _CROWDED))
+    return Compiled(bool(devices.lost(device)) or (launched and devices.crowded(device) and not _crowded.is_set()))
 
 
 def _tunings(_: Tunings) -> Configurations:
@@ -241,9 +241,7 @@ def _device() -> str:
     return "cuda" if devices.gpus() else "cpu"
 
 
-_CROWDED: list[bool] = []  # not empty if the GPU was crowded when this process began; a new process would have no more room
-
-
+_crowded = threading.Event()  # the GPU was crowded when this process began: a new process would have no more room
 _bringing: list[threading.Thread] = []
 
 
@@ -261,7 +259,7 @@ def _start_imports(adapter: Adapter | TraceAdapter) -> None:
             if devices.gpus():
                 torch.zeros(1, device="cuda")
                 if devices.crowded("cuda"):
-                    _CROWDED.append(True)
+                    _crowded.set()
             adapter.bring()
 
     thread = threading.Thread(target=bring, daemon=True)

@@ -186,7 +186,7 @@ def read_call(path: str) -> WatchedCall:
     results = read(os.path.join(folder, ANSWERS_IN, name + ENDING), _must(about, "outputs"))
     options = about.get("options")
     values: dict[str, Any] = {key: _option(key, text) for key, text in options.items()} if isinstance(options, dict) else {}
-    cotangents = {name[1:]: question.pop(name) for name in [*question] if name[1:] in results and name.startswith("d")}
+    cotangents = {name: question.pop(f"d{name}") for name in results if f"d{name}" in question}
     spec = OPERATIONS[operation]
     if operation in RULES:
         defaults = {"qk_norm": False} | ({"allow_neg_eigval": False} if "b" in question else {})
