@@ -13,7 +13,7 @@ from tests.answering import Answering
 from tests.together import for_each
 from verify.cli import check_command, exits
 from verify.cli.main import main
-from verify.engine import law_check
+from verify.engine import law_check, state
 from verify.engine.check import Check
 from verify.engine.power import KILLS, SECONDS, by_power
 from verify.engine.profiles import PROFILES, Profile
@@ -52,7 +52,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Slow:
     worker = Slow(domain=Domain(backward=False))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 6))
-    for module in (law_check, check_command):
+    for module in (law_check, state, check_command):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=worker.monotonic))
     monkeypatch.setattr(check_command, "workers_of", lambda *_: [worker])
     return worker
