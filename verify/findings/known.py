@@ -144,7 +144,7 @@ class KnownDefects:
         self, defects: Iterable[Known] = (), gpu: str = "", denials: Iterable[Denial] = (), denied: Sequence[dict[str, Any]] = ()
     ) -> None:
         """`gpu` is the name of the GPU on which runs are made. `denied` has the entries of a user's deny-list, as plain data."""
-        self._defects, self._gpu, self._denials, self.denied = tuple(defects), gpu, list(denials), denied
+        self._defects, self._gpu, self._denials, self.denied = tuple(defects), gpu, list(denials), list(denied)
 
     def on(self, gpu: str) -> "KnownDefects":
         """The same defects for runs on a GPU of this name."""
