@@ -26,9 +26,10 @@ from collections.abc import Sequence
 from benchmarks import records
 from properties.books import book_of
 from verify.engine.asking import describe
-from verify.engine.law_check import Common, LawCheck, Settings
+from verify.engine.law_check import LawCheck
 from verify.engine.power import KILLS, by_power
 from verify.engine.profiles import PROFILES
+from verify.engine.state import CheckState, Settings
 from verify.findings import causes
 from verify.findings.known import NO_DEFECTS
 from verify.findings.law_report import LawReport
@@ -127,10 +128,10 @@ def broken(spec: str, store: Store, worker: Worker, options: argparse.Namespace)
     book, domain = book_of(described.domain), described.domain
     laws = [*by_power(book, [law for law in book.laws if not book.laws[law].needs(domain)])][: options.laws]
     settings = Settings(spec, laws, PROFILES[options.profile], options.seed)
-    common = Common(settings, described, store, NO_DEFECTS, None, threading.Event(), lambda *_: None)
+    state = CheckState(settings, described, store, NO_DEFECTS, None, threading.Event(), lambda *_: None)
     reports = []
     for law in laws:
-        checking = LawCheck(common, law, worker)
+        checking = LawCheck(state, law, worker)
         report = checking.run()
         reports.append(checking.explain() if checking.waits else report)
     return [report for report in reports if report.verdict is Verdict.BROKEN]

@@ -84,7 +84,7 @@ def share(adapter: str) -> list[float]:
             if outcome.kernel_s:
                 shares.append(outcome.oracle_s / outcome.kernel_s)
 
-        of_law(LAWS["oracle"], domain, 0, PROFILES["quick"].examples_of("oracle"), look)
+        of_law(LAWS["oracle"], domain, 0, PROFILES["quick"].examples_of(LAWS["oracle"]), look)
     store.close()
     return shares
 

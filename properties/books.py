@@ -59,6 +59,11 @@ class Book:
     smaller: Smaller
     illegal: IllegalInputs = NO_INPUTS
 
+    @property
+    def base(self) -> Law | None:
+        """The law that judges one call by the bounds of its case, if the book has one."""
+        return next((law for law in self.laws.values() if law.base), None)
+
     def about(self, operation: str) -> list[str]:
         """Return the names of the laws that apply to an operation."""
         return [law.name for law in self.laws.values() if not law.about or operation in law.about]

@@ -51,7 +51,6 @@ WIDE = 2**15
 ABSENT = {"state": "none", "fresh": "none", "accepted": "all"}
 # An example may grow with the widths of its entry, for the oracle too; the limit is 1,200 tokens at 16 and 32 heads of 128.
 MOST_BYTES = 2**27
-OF_HEADS = ("heads", "permuted")  # laws that test little on one head: an example with several heads keeps several
 LARGE = {"heads": 4, "value_heads": 8, "key_dim": 64, "value_dim": 64, "width": 64}
 WEIGHTS = {"dtype": 4, "packed": 4, "rows": 4, "in_kernel": 4}  # no value of these may be missing: some laws need a certain one
 REAL_TOKENS, REAL_LENGTHS = 2**15, (*BLOCKS, *EDGES, 1000, 2048, 3001, 4096, 6000)
@@ -102,8 +101,8 @@ class Palette:
         depends only on a hash of the seed, the law's name and the example.
         """
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
-        most = len(self.entries) if law.name == "oracle" else FEW
-        narrow = law.kind == "truth" and law.name != "oracle" and number_of(self.seed, law.name, "wide") % 4 > 0
+        most = len(self.entries) if law.base else FEW
+        narrow = law.kind == "truth" and not law.base and number_of(self.seed, law.name, "wide") % 4 > 0
         wide = [narrow and compile_cost(entry) > WIDE for entry in self.entries]
         order = sorted(range(len(self.entries)), key=lambda index: (wide[index], number_of(self.seed, law.name, index)))
         suited = ((wide[index], self._with_key(law, domain, example, index, number)) for index in order)
@@ -146,7 +145,8 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
     names = list(book.laws) if laws is None else list(laws)
     if unknown := [name for name in names if name not in book.laws]:
         raise ValueError(f"laws must be some of {', '.join(book.laws)}, got {unknown[0]!r}")
-    candidates = _sample(book.laws["oracle"], domain, number_of(seed, "keys"), 8 * size)
+    assert book.base is not None, book.name
+    candidates = _sample(book.base, domain, number_of(seed, "keys"), 8 * size)
     entries = _spread([example.case for example in candidates], size)
     keys = {key_of(entry) for entry in entries}
     for law in (book.laws[name] for name in names if book.laws[name].needs(domain) is None):
@@ -171,7 +171,7 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
     case = example.case
     if case.packed != entry.packed:  # the lengths were drawn for one of the two
         return None
-    if law.name in OF_HEADS and any(getattr(entry, name, 1) == 1 < getattr(case, name, 1) for name in ("heads", "value_heads")):
+    if law.several_heads and any(getattr(entry, name, 1) == 1 < getattr(case, name, 1) for name in ("heads", "value_heads")):
         return None
     words = {}
     for name in case.KEYS:

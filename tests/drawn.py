@@ -43,5 +43,5 @@ def domain_in_a_check(spec: str) -> Any:
 def in_a_check(law: str, domain: Any, seed: int) -> list[Example]:
     """The examples of a law in a check with the default profile."""
     found: list[Example] = []
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(book_of(domain).laws[law]), found.append)
     return found

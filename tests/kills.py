@@ -19,9 +19,9 @@ from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.drawing import batches, of_law, seeded
 from verify.engine.explaining import Explained
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shrink import Shrunk, shrink
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -133,9 +133,9 @@ def quick_first(kill: Kill) -> Iterator[None]:
     """A context in which a check runs the examples that it draws in another order, and one at a time."""
 
     def ordered(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
-        common = check._common
-        seed = common.settings.seed
-        examples = _examples(law.name, common.described.domain, seed, count)
+        state = check._state
+        seed = state.settings.seed
+        examples = _examples(law.name, state.described.domain, seed, count)
         if kill.short:
             examples = sorted(examples, key=lambda x: x.case.tokens)
         if kill.shown is not None and kill.shown[0] == seed:
@@ -152,9 +152,9 @@ def small_ones(fits: Callable[[Any], bool]) -> Iterator[None]:
     """A context in which a check draws only cases that fit, unless all of those were blind."""
 
     def drawn(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
-        common = check._common
-        strategy = law.draw(common.described.domain).filter(lambda example: fits(example.case))
-        yield from batches(functools.partial(seeded, strategy, mix_words(common.settings.seed, law.name), count), most)
+        state = check._state
+        strategy = law.draw(state.described.domain).filter(lambda example: fits(example.case))
+        yield from batches(functools.partial(seeded, strategy, mix_words(state.settings.seed, law.name), count), most)
 
     with mock.patch.object(law_check.LawCheck, "_batches", drawn):
         yield

@@ -19,8 +19,8 @@ from verify.adapters.libraries import LIBRARIES
 from verify.adapters.registry import KERNELS
 from verify.cli.pytest_plugin import LawItem
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -29,8 +29,8 @@ from tests.faults import not_refused
 from tests.judging import evaluate, worst
 from tests.kills import Kill, assert_killed_alone, rows
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -24,9 +24,9 @@ from verify.adapters.foreign import Call
 from verify.adapters.interface import Unsupported
 from verify.adapters.loader import load
 from verify.adapters.process_adapter import ProcessAdapter
+from verify.cli.arguments import LANGUAGES
 from verify.cli.main import main
 from verify.cli.new_process_command import OF_LANGUAGES
-from verify.cli.parsers import LANGUAGES
 from verify.engine.drawing import of_law
 from verify.execution import judging
 from verify.execution.execute import execute

@@ -8,7 +8,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from tests.wrong_block_ends import Blocks, DecodeThatBegins, PromptThatFills, WindowOfADraft, of_block
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import EngineBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.judge import judge
@@ -20,7 +20,7 @@ INPUTS = {64: "p:a62/v4:a4", 256: "p:a130/p:a124/v4:a4", 1056: "p:a130/" * 8 + "
 def broken(kind: type[Serves], law: str, example: Example) -> bool:
     """Whether a law finds an engine broken on an example."""
     try:
-        return bool(judge(TRACE_LAWS[law].check(TraceBench(kind(), example.case), example), place_of).findings)
+        return bool(judge(TRACE_LAWS[law].check(EngineBench(kind(), example.case), example), place_of).findings)
     except Breach:
         return True
     except Blind:
@@ -34,7 +34,7 @@ def found(kind: type[Serves], laws: tuple[str, ...], seed: int, domain: TraceDom
     """
     for law in laws:
         examples: list[Example] = []
-        of_law(TRACE_LAWS[law], domain or kind.domain, seed, PROFILES["quick"].examples_of(law), examples.append)
+        of_law(TRACE_LAWS[law], domain or kind.domain, seed, PROFILES["quick"].examples_of(TRACE_LAWS[law]), examples.append)
         examples.sort(key=lambda example: (example.case.dtype != "fp32", example.case.tokens))
         if any(broken(kind, law, example) for example in examples):
             return True

@@ -19,7 +19,7 @@ from oracles.operations import RULES
 from oracles.tolerance import bound, evaluation
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import RUNS, Bound, Decision, bounds, truth
-from properties.laws import common
+from properties.laws import in_parts
 from properties.laws.law import Pair, pairs_of
 from properties.rules.case import Case
 from properties.rules.domain import Domain
@@ -497,7 +497,7 @@ def test_the_law_cut_judges_the_second_part_by_runs_that_begin_a_chunk_there(imp
     words = "dtype=fp16 gate=64 values=repeated state=random scale=one qk_norm=yes seed=1667"
     case = Case.parse(f"lengths=80 value_heads=3 key_dim=24 value_dim=24 {words}")
     bench = AdapterBench(implementation, None, case)
-    pairs = list(common.cut(bench, Example(case, at=58)))
+    pairs = list(in_parts.cut(bench, Example(case, at=58)))
     assert {finding.port for finding in judge(pairs, functools.partial(where, case)).findings} == wrong
     whole = bounds(case.spec, *bench.call(case), "chunkwise", chunk=64, first=64)
     over = {finding.port for finding in judge([pair._replace(want=whole[pair.port]) for pair in pairs], lambda *_: "").findings}

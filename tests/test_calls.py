@@ -19,8 +19,8 @@ from tests import right_calls
 from verify.bench.call_bench import CallBench
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run

@@ -39,8 +39,8 @@ from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
 from verify.engine.compilers import Compilers
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.execution import execute as execute_module
 from verify.execution import judging, service
 from verify.execution.execute import execute
@@ -151,7 +151,7 @@ def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: St
     steps: list[tuple[str, int, int]] = []
     (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: steps.append(progress))
     assert [done for _, done, _ in steps] == list(range(1, len(steps) + 1))
-    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of("recall"))}
+    assert {(law, of) for law, _, of in steps} == {("recall", FEW.examples_of(LAWS["recall"]))}
     assert sum(report.counts.values()) == len(steps)
 
 
@@ -714,7 +714,7 @@ def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypa
     described: Any = SimpleNamespace(domain="the adapter's domain")
     common: Any = SimpleNamespace(settings=Settings(RIGHT, device="cuda", profile=FEW), plan=plan, described=described)
     report = SimpleNamespace(counts={Verdict.BLIND: 3})
-    check: Any = SimpleNamespace(_common=common, report=report, _drawn=["a"], _blind={"a"}, _examples=8)
+    check: Any = SimpleNamespace(_state=common, report=report, _drawn=["a"], _blind={"a"}, _examples=8)
     assert law_check.LawCheck._replace_blind(check, LAWS["cut"]) is False
     assert strategies == ["a palette's, for cut and a GPU's domain"]
 
@@ -729,7 +729,7 @@ def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeyp
 
     for module, name in ((law_check, "ask"), (law_check, "ask_afresh"), (explaining, "ask_afresh")):
         monkeypatch.setattr(module, name, answered)
-    law: Any = SimpleNamespace(_worker=None, _common=SimpleNamespace(store=store, defects=defects))
+    law: Any = SimpleNamespace(_worker=None, _state=SimpleNamespace(store=store, defects=defects))
     law_check.LawCheck._ask(law, run)
     law_check.LawCheck._ask_afresh(law, run)
     broken = Outcome(Verdict.BROKEN, [Finding("o", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])

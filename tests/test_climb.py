@@ -26,8 +26,8 @@ from verify.engine import climb as climb_module
 from verify.engine.check import Check
 from verify.engine.climb import LEAST, climb, climbed
 from verify.engine.drawing import of_law, seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict

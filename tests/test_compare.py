@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from properties.books import book_of
 from properties.paths.domain import PathDomain
 from properties.rules.domain import Domain
+from properties.words.example import Example
 from tests.test_across import ADAPTER, RIGHT, WRONG, answered, package, said
+from verify.adapters.loader import load
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, USAGE
 from verify.engine import compare as engine
 from verify.engine.across import BROKEN as IS_BROKEN
@@ -26,8 +29,8 @@ from verify.engine.compare import (
     NEITHER,
     REFUSED,
     UNKNOWN,
+    BeforeAfter,
     Differences,
-    Pair,
     change_of,
     distribution,
     errors_of,
@@ -35,6 +38,7 @@ from verify.engine.compare import (
     suited,
     timed,
 )
+from verify.engine.drawing import seeded
 from verify.execution.line import Run
 from verify.process.messages import Called
 from verify.process.outcome import Outcome, Verdict
@@ -100,7 +104,7 @@ def test_what_changed_in_a_line(old: Any, new: Any, change: str) -> None:
 
 def comparison(*changes: str, **more: Any) -> Differences:
     lists = dict[str, Any].fromkeys(("errors", "unsteady", "parameters", "gone", "domain"), [])
-    pairs = [Pair(RUN, HELD[0], HELD[0], change, {}) for change in changes]
+    pairs = [BeforeAfter(RUN, HELD[0], HELD[0], change, {}) for change in changes]
     return Differences(pairs, **{**lists, "bits": {}, "refusals": {}, **more})
 
 
@@ -133,9 +137,9 @@ def test_the_parameters_that_differ_are_named() -> None:
 
 
 def test_errors_are_compared_line_by_line() -> None:
-    def pairs(*ratios: tuple[float, float]) -> list[Pair]:
+    def pairs(*ratios: tuple[float, float]) -> list[BeforeAfter]:
         runs = [Run.parse(f"law=oracle adapter=fla/chunk lengths={number}") for number in range(1, len(ratios) + 1)]
-        return [Pair(run, HELD[0], HELD[0], BOTH[DOES_HOLD], {"o": each}) for run, each in zip(runs, ratios, strict=True)]
+        return [BeforeAfter(run, HELD[0], HELD[0], BOTH[DOES_HOLD], {"o": each}) for run, each in zip(runs, ratios, strict=True)]
 
     (grew,) = errors_of(pairs((0.1, 0.2), (0.1, 0.4), (0.1, 0.1)))
     assert (grew.word, grew.factor, grew.grew, grew.shrank, grew.old) == ("grew", 2.0, 2, 0, [0.1] * 3)
@@ -157,6 +161,15 @@ def test_a_choice_or_an_option_that_a_version_lacks_is_left_out() -> None:
     rule = dataclasses.replace(Domain(), options=(("cu_seqlens_cpu", ("no", "yes")),))
     assert str(suited(Run.parse(f"{RUN} {options}"), rule)) == f"{RUN} options=cu_seqlens_cpu:yes"
     assert suited(RUN, rule) == RUN
+
+
+def test_a_line_of_a_described_callable_stays_what_it_is() -> None:
+    """Its domain has no choices of how to compute."""
+    spec, examples = f"{pathlib.Path(__file__).with_name('right_calls.py')}:DeltaRule", list[Example]()
+    adapter = load(spec)
+    seeded(book_of(adapter.domain).laws["pure"].draw(adapter.domain), 0, 1, examples.append)
+    run = Run("pure", spec, examples[0])
+    assert suited(run, adapter.domain) == run
 
 
 # The command

@@ -9,8 +9,8 @@ from tests.answering import Answering
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import Describe, Question

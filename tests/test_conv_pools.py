@@ -10,8 +10,8 @@ from properties.modules.case import ModuleCase
 from tests.kills import Fewer, Kill, assert_killed_alone
 from verify.adapters.conv_pools import ConvPool, offsets
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.outcome import Verdict

@@ -5,11 +5,12 @@ import pytest
 from properties.books import BOOKS
 from properties.rules.case import GATES, Case
 from properties.rules.domain import Domain
+from properties.rules.laws import LAWS
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.findings import coverage
 from verify.findings.store import Store
 
@@ -58,7 +59,7 @@ def test_the_default_profile_of_everything_misses_nothing() -> None:
 
     domain = Domain(in_kernel=("none", "gate", "beta", "both"))
     for law in LAWS.values():
-        seeded(law.draw(domain), 0, PROFILES["quick"].examples_of(law.name) // 2, lambda example: cases.append(example.case))
+        seeded(law.draw(domain), 0, PROFILES["quick"].examples_of(law) // 2, lambda example: cases.append(example.case))
     assert coverage.missed(coverage.counted(cases), domain, cases[:200]) == []
 
 
@@ -67,4 +68,4 @@ def test_a_check_keeps_its_cases(tmp_path_factory: pytest.TempPathFactory) -> No
     store = Store(tmp_path_factory.mktemp("findings"))
     with Check(Settings("tests/right.py:RoundsElsewhere", ["pure"], PROFILES["few"]), store=store) as check:
         check.run()
-    assert len(check.cases) == PROFILES["few"].examples_of("pure")
+    assert len(check.cases) == PROFILES["few"].examples_of(LAWS["pure"])

@@ -29,8 +29,9 @@ from verify.bench.faults import AdapterFault
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
 from verify.engine.drawing import of_law
-from verify.engine.law_check import LawCheck, Settings
+from verify.engine.law_check import LawCheck
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
@@ -95,7 +96,7 @@ SEEDS = 3  # checks whose examples are looked at in turn: a check has few of eac
 def examples_of(spec: str, seed: int = 0) -> list[Example]:
     """The examples that a check of the default profile draws for the law of histories."""
     domain, found, law = adapter_of(spec).domain, list[Example](), law_of(spec)
-    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(law), found.append)
+    of_law(book_of(domain).laws[law], domain, seed, PROFILES["quick"].examples_of(book_of(domain).laws[law]), found.append)
     return found
 
 
@@ -312,14 +313,14 @@ def test_an_engine_that_declares_it_is_the_only_one_is_right() -> None:
 
 
 class BreaksInTheEnd(Chunkwise):
-    """The thirtieth call of a process and all later ones are wrong, so no single line of a few calls shows it."""
+    """The sixtieth call of a process and all later ones are wrong, so no single line of fewer calls shows it."""
 
     calls: ClassVar[int] = 0
 
     def run(self, x: Inputs) -> Any:
         type(self).calls += 1
         o, state = super().run(x)
-        return (o + 1, state) if self.calls >= 30 else (o, state)
+        return (o + 1, state) if self.calls >= 60 else (o, state)
 
 
 @pytest.mark.slow
@@ -346,7 +347,7 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
     monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
     law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
+    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
     broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant={variant} adapter={HERE}:Chunkwise lengths=4")
     assert law_check._confirmed(run, broken).verdict is verdict
@@ -355,7 +356,7 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
 def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
     law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
+    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
     broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant=others adapter={HERE}:Chunkwise lengths=4")
     assert law_check._confirmed(run, broken).verdict is Verdict.KNOWN
@@ -392,7 +393,7 @@ def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_af
 
 def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None:
     for x in [torch.tensor([0, 3, 5]), torch.randn(2, 3, 4), torch.zeros(0, 3), torch.ones(1, dtype=torch.bfloat16)]:
-        place = addresses.Place(x)
+        place = addresses.Spot(x)
         first = place.put(x)
         address = first.data_ptr()
         assert torch.equal(first, x), x
@@ -408,7 +409,7 @@ def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone() -> None
 
 
 def test_memory_that_only_a_view_holds_is_not_given_again() -> None:
-    place = addresses.Place(torch.arange(4))
+    place = addresses.Spot(torch.arange(4))
     view = place.put(torch.arange(4))[1:3]
     place.put(torch.zeros(4, dtype=torch.int64))
     assert view.tolist() == [1, 2]

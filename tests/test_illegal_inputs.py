@@ -259,7 +259,10 @@ def checking_of(worker: Any, domain: Any, device: str = "cpu", tune: str = "") -
     return types.SimpleNamespace(
         describe=lambda: types.SimpleNamespace(domain=domain),
         settings=types.SimpleNamespace(shard=WHOLE, until=math.inf, device=device, tune=tune),
-        defects=types.SimpleNamespace(left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else []),
+        defects=types.SimpleNamespace(
+            left_out_of_any=lambda device: [("dqkwg", "num_warps=4")] if device == "cuda" else [],
+            denied=[{"config": "BT=64"}] if device == "cuda" else [],
+        ),
         workers=worker if isinstance(worker, list) else [worker],
     )
 
@@ -277,6 +280,7 @@ def test_an_error_of_ranks_is_printed_as_a_reason() -> None:
                 return {}
             assert deadline_s <= 30
             assert (question.tune, question.left_out) == ("7", [("dqkwg", "num_warps=4")])  # as in the cases of the check
+            assert question.denied == [{"config": "BT=64"}]
             if question.illegal == "cu_seqlens that decrease":
                 raise WorkerLost("hung", "rank 1 hung", "")
             return {"error": "ranks disagree"}

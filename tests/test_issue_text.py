@@ -21,7 +21,7 @@ from verify.cli import upstream
 from verify.cli.exits import BROKEN, HOLDS, USAGE
 from verify.execution.line import Run
 from verify.execution.references import REFERENCES
-from verify.execution.reproduction import Unwritable, _agrees, _drawn, _named, _written
+from verify.execution.reproduction import NoScript, _agrees, _drawn, _named, _written
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 GATE = "law=oracle adapter=kernel.py:Gate lengths=3 op=gdn_gate beta=no backward=no"
@@ -297,5 +297,5 @@ def test_a_tensor_is_named_by_its_numbers_and_its_axes() -> None:
     }
     assert {form: _named(value, named) for form, value in forms.items()} == {form: form for form in forms}
     assert "torch.tensor([3, 4]" in _named(torch.tensor([3, 4]), named)
-    with pytest.raises(Unwritable, match="is none of the operation's"):
+    with pytest.raises(NoScript, match="is none of the operation's"):
         _named((2 * x).requires_grad_() * 1, named)

@@ -15,8 +15,8 @@ from verify.adapters.registry import AdapterError
 from verify.cli import exits, known_command
 from verify.cli.main import main
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import FILE, KnownDefects, load

@@ -17,7 +17,7 @@ from tests.answering import Answering
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.execution import launches
-from verify.execution.launches import APART, Launch, distance, others, parted
+from verify.execution.launches import APART, KernelLaunch, distance, others, parted
 from verify.execution.line import Run
 from verify.execution.service import answer
 from verify.gpu import device as devices
@@ -28,12 +28,12 @@ from verify.zoo.base import Chunkwise
 LINE = "law=oracle adapter=tests/right.py:Chunkwise device=cuda tune=1,solve:num_warps=2 lengths=3"
 
 
-def call(*wrong: str, value: float = 1.0) -> list[Launch]:
+def call(*wrong: str, value: float = 1.0) -> list[KernelLaunch]:
     """Three launches, each of which reads what the one before wrote; some are off by a tenth from then on."""
     launches, x = [], torch.full((4,), value)
     for name in ("gate", "scores", "output"):
         y = 2.0 * x * (1.1 if name in wrong else 1.0)
-        launches.append(Launch(name, {"num_warps": 4}, {"x": x}, {"y": y}))
+        launches.append(KernelLaunch(name, {"num_warps": 4}, {"x": x}, {"y": y}))
         x = y
     return launches
 
@@ -55,7 +55,7 @@ def test_what_rounding_makes_is_no_launch_at_fault() -> None:
 
 def test_another_kernel_ends_the_comparison() -> None:
     one, other = call(), call()
-    other[1] = Launch("merged", {}, {}, {})
+    other[1] = KernelLaunch("merged", {}, {}, {})
     assert list(parted(one, other, 0.0)) == ["launch 1: scores here, merged there"]
 
 
@@ -97,7 +97,7 @@ def test_a_launch_that_adds_to_what_it_was_given_only_passes_it_on() -> None:
     one, other = call("scores"), call()
     for sequence in (one, other):
         before = sequence[1].wrote["y"]
-        sequence[2] = Launch("output", {}, {"y": before}, {"y": before + 1.0})
+        sequence[2] = KernelLaunch("output", {}, {"y": before}, {"y": before + 1.0})
     (line,) = parted(one, other, 0.0)
     assert line.startswith("launch 1, scores")
 

@@ -23,8 +23,8 @@ from tests.kills import Fewer, Kill, assert_killed_alone, rows, small_ones
 from verify.bench.adapter_bench import AdapterBench
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.shrink import shrink
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict

@@ -23,10 +23,10 @@ from verify.engine import explaining
 from verify.engine.asking import ask
 from verify.engine.check import Check
 from verify.engine.explaining import explain
-from verify.engine.law_check import Settings
 from verify.engine.likeness import alike, steady
 from verify.engine.profiles import Profile
 from verify.engine.shrink import sizes
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings import causes
 from verify.findings import report as text

@@ -34,8 +34,9 @@ from verify.claims.table import markdown
 from verify.claims.timing import Effort, Spread
 from verify.cli import claims_command, exits
 from verify.cli import megatron_claims_command as command
+from verify.cli.arguments import PULLS
 from verify.cli.main import main
-from verify.cli.parsers import PULLS, parser
+from verify.cli.parsers import parser
 from verify.process.messages import Answer
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 

@@ -31,9 +31,9 @@ from verify.adapters.libraries import LIBRARIES
 from verify.adapters.loader import load
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.execution.refusals import probe

@@ -18,7 +18,7 @@ from verify.execution.line import Run
 from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
 from verify.zoo.launch_edits import Kernel
-from verify.zoo.mutants import Fate, Mutant
+from verify.zoo.mutants import Mutant, MutantFate
 from verify.zoo.mutation import argue, description, left_out, sampled, summary, table
 
 SLOW_FIXTURES = ("toys",)
@@ -209,10 +209,10 @@ def test_arguments_are_found_by_kernel_and_line_and_version(tmp_path: pathlib.Pa
         ({"adapters": ["fla/chunk_kda", "fla/conv"]}, ""),
     ):
         file.write_text(json.dumps([group | change]), encoding="utf-8")
-        fate = Fate(mutant, "survived")
+        fate = MutantFate(mutant, "survived")
         argue([fate], "fla/chunk", file)
         assert fate.argued == found
-    killed = Fate(mutant, "killed", "cut", "is not finite", "law=cut ...")
+    killed = MutantFate(mutant, "killed", "cut", "is not finite", "law=cut ...")
     file.write_text(json.dumps([group]), encoding="utf-8")
     argue([killed], "fla/chunk", file)
     assert (
@@ -248,11 +248,11 @@ def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytes
 def test_summary_counts_crashes_apart() -> None:
     mutants = mutants_of(TOY)
     fates = [
-        Fate(mutants[0], "killed", "oracle", "is not finite", cases=1, seconds=1.0),
-        Fate(mutants[1], "killed", "cut", "crashed: SIGSEGV", cases=9, seconds=3.0),
-        Fate(mutants[2], "survived", ran=4, differed=2),
-        Fate(mutants[3], "survived", argued="redundant", reason="because"),
-        Fate(mutants[4]),
+        MutantFate(mutants[0], "killed", "oracle", "is not finite", cases=1, seconds=1.0),
+        MutantFate(mutants[1], "killed", "cut", "crashed: SIGSEGV", cases=9, seconds=3.0),
+        MutantFate(mutants[2], "survived", ran=4, differed=2),
+        MutantFate(mutants[3], "survived", argued="redundant", reason="because"),
+        MutantFate(mutants[4]),
     ]
     text = summary(fates)
     assert "2 of 3 mutants killed (66.7%), and 1 survivors with an argument that they are no defects: redundant 1" in text

@@ -16,9 +16,9 @@ from verify.adapters.interface import parameters_of
 from verify.adapters.registry import AdapterError
 from verify.cli.main import main
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.execution.outside import NOT_ASKED
 from verify.execution.service import typed_answer

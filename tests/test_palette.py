@@ -414,7 +414,7 @@ def wrongs(drawn: Palette, domain: Any, law: Law, count: int) -> Iterator[str]:
             yield "another place"
         if case.packed != example.case.packed:
             yield "another layout"
-        if law.name in palette.OF_HEADS and getattr(example.case, "heads", 1) > 1 == case.heads:
+        if law.several_heads and getattr(example.case, "heads", 1) > 1 == case.heads:
             yield "one head of several"
 
 

@@ -37,9 +37,9 @@ from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
+from verify.engine.state import Settings
 from verify.execution.judge import judge
 from verify.execution.line import Run
 from verify.findings.store import Store

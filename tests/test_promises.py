@@ -19,8 +19,8 @@ from tests import right, right_words
 from tests.together import for_each
 from verify.bench.adapter_bench import UNLIKE
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution import judging
 from verify.execution.execute import execute
 from verify.execution.line import Run

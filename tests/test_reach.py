@@ -24,8 +24,8 @@ from verify.adapters.base import Adapter
 from verify.adapters.registry import AdapterError
 from verify.cli.main import main
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport, reach_of

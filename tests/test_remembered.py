@@ -20,8 +20,8 @@ from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli.pytest_plugin import LawItem
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.regressions import FILE, MOST, Examples
 from verify.findings.store import Store

@@ -13,8 +13,8 @@ from tests.test_likeness import Telling, failed, off
 from verify.engine import explaining
 from verify.engine.check import Check
 from verify.engine.explaining import Explained, explain_repeating
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS

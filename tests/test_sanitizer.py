@@ -17,18 +17,18 @@ from verify.cli import main as cli
 from verify.engine import asking, explaining
 from verify.engine.asking import ask_all
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution import sanitizer as sanitize
 from verify.execution import service
 from verify.execution.line import Run
-from verify.execution.sanitizer import MOST, Report, Sanitizer, Watch, find, findings, reports
+from verify.execution.sanitizer import MOST, Report, Sanitizer, SanitizerLog, find, findings, reports
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.choices import NoSanitizer
 from verify.process.environment import SANITIZER_LOG, UNPOISONED
-from verify.process.messages import Outcomes, Question, Reaction, Refuse, RunMany, RunOne, Watched
+from verify.process.messages import Outcomes, Question, Reaction, Refuse, RunMany, RunOne, UnderSanitizer
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
@@ -215,7 +215,7 @@ def test_a_sanitizer_that_stops_working_decides_nothing(tmp_path: pathlib.Path, 
     monkeypatch.setenv(SANITIZER_LOG, str(log))
     sanitize._watch.cache_clear()
     line = f"law=oracle adapter={RIGHT} lengths=3"
-    assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
+    assert sanitize.answer(UnderSanitizer().to_json()) == {"trouble": ""}
     assert sanitize.answer(RunOne(line).to_json())["verdict"] == "holds"
     with open(log, "a") as file:
         file.write("========= Internal Sanitizer Error: The Sanitizer is out of memory\n")
@@ -236,7 +236,7 @@ def test_what_it_reports_of_illegal_input_is_printed_and_not_judged(
     log.write_text("========= COMPUTE-SANITIZER\n")
     monkeypatch.setenv(SANITIZER_LOG, str(log))
     sanitize._watch.cache_clear()
-    assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
+    assert sanitize.answer(UnderSanitizer().to_json()) == {"trouble": ""}
     for text, did in (
         ("", "returns numbers without an error"),
         (OLD_READ, "returns numbers without an error, and the sanitizer reports read out of bounds in kernel k"),
@@ -342,7 +342,7 @@ def test_reports_that_are_alike_are_one_finding_and_few_are_printed() -> None:
 @pytest.mark.slow
 def test_a_log_is_read_from_where_it_was_read_and_once_it_is_whole(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "log"
-    watch = Watch(log)
+    watch = SanitizerLog(log)
     assert watch.more() == ([], "it has written nothing to its log")
     log.write_text("========= COMPUTE-SANITIZER\n" + FLAT)
     assert [str(report) for report in watch.more()[0]] == ["write misaligned in kernel scan_kernel(float *, int)"]

@@ -27,8 +27,8 @@ from verify.cli.main import main
 from verify.engine.check import Check
 from verify.engine.climb import climb
 from verify.engine.drawing import of_law
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.findings.store import Store
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -5,8 +5,8 @@ import pytest
 from properties.traces.laws import TRACE_LAWS
 from tests.kills import unexplained
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne

@@ -19,9 +19,9 @@ from verify.cli import exits
 from verify.cli.main import main
 from verify.engine import law_check
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shard import WHOLE, Shard
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.law_report import LawReport
 from verify.findings.records.merging import merged

@@ -29,7 +29,7 @@ from verify.engine.drawing import seeded
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
-from verify.execution.shared_bounds import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
+from verify.execution.shared_bounds import MOST, NUMBERS, Bounds, numbers, of_calls, together
 from verify.findings import known
 from verify.findings.store import Store
 from verify.process.messages import RunMany, RunOne
@@ -41,7 +41,7 @@ SIZE = 1.6  # of 16 runs each, on other grids: how much more a tensor may be all
 SMALL = {"groups": ((1, 2),), "key_dim": 8, "value_dim": 4, "scale": "default", "gate_dtype": "fp32"}
 
 
-def runs_of(*several: Case, law: str = LAW, adapter: str = RIGHT) -> list[Run]:
+def runs_of(*several: Case, law: str = "oracle", adapter: str = RIGHT) -> list[Run]:
     return [Run(law, adapter, Example(case)) for case in several]
 
 
@@ -345,7 +345,7 @@ def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
     examples: list[Example] = []
     in_kernel = (str(fixed.get("in_kernel", "none")),)
     seeded(cases(Domain(in_kernel=in_kernel), **kind).map(Example), 3, 6, examples.append)
-    runs = [Run(LAW, adapter, example) for example in examples]
+    runs = [Run("oracle", adapter, example) for example in examples]
     assert len(runs) == 6
     assert all(calls_of(runs))
     apart = [execute(run).verdict for run in runs]

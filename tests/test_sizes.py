@@ -56,7 +56,7 @@ def drawn(domain: Any, laws: tuple[str, ...], seed: int = 0) -> list[Any]:
             assert domain.outside(example.case) is None
             cases.append(example.case)
 
-        of_law(law, domain, seed, PROFILES["quick"].examples_of(name), look)
+        of_law(law, domain, seed, PROFILES["quick"].examples_of(law), look)
     return cases
 
 
@@ -254,7 +254,8 @@ KILLED_BY: dict[type[Adapter], Callable[[Any], bool]] = {
 def large_of(domain: Any, fits: Callable[[Any], bool], seed: int) -> list[Example]:
     """What fits of the cases that the oracle's law has in the default profile, the smallest first."""
     examples: list[Example] = []
-    of_law(book_of(domain).laws["oracle"], domain, seed, PROFILES["quick"].examples_of("oracle"), examples.append)
+    law = book_of(domain).laws["oracle"]
+    of_law(law, domain, seed, PROFILES["quick"].examples_of(law), examples.append)
     return sorted((x for x in examples if fits(x.case)), key=lambda x: x.case.tokens * getattr(x.case, "value_heads", 1))
 
 

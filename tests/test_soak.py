@@ -18,9 +18,9 @@ from verify.cli import exits, soak_command
 from verify.cli import main as cli
 from verify.engine import law_check, soak
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.soak import PACE, Round, Soak, merged, round_seed, summary
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings import report
 from verify.findings.law_report import LawReport

@@ -13,7 +13,7 @@ from properties.rules.laws import LAWS
 from tests import right
 from tests.kills import Fewer, small_ones, unexplained
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
+from verify.engine.state import Settings
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker

@@ -13,11 +13,11 @@ from tests.answering import Answering
 from tests.together import for_each
 from verify.cli import check_command, exits
 from verify.cli.main import main
-from verify.engine import law_check
+from verify.engine import law_check, state
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.power import KILLS, SECONDS, by_power
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.findings import report as text
 from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.store import Store
@@ -52,7 +52,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Slow:
     worker = Slow(domain=Domain(backward=False))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 6))
-    for module in (law_check, check_command):
+    for module in (law_check, state, check_command):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=worker.monotonic))
     monkeypatch.setattr(check_command, "workers_of", lambda *_: [worker])
     return worker

@@ -28,7 +28,7 @@ from properties.words.example import Example
 from tests.together import for_each
 from verify.adapters.base import Engine
 from verify.adapters.gdn.pool import Pool, PoolEngine
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import EngineBench, place_of
 from verify.engine.drawing import seeded
 from verify.engine.shrink import shrink
 from verify.execution.execute import execute
@@ -58,7 +58,7 @@ def opened(kind: type[PoolEngine]) -> Pool:
 
 def outcome(law: str, case: TraceCase, kind: type[PoolEngine], variant: str | None = None) -> str:
     """What a law says of an engine on a case: "holds", "blind", or the first finding."""
-    bench = TraceBench(opened(kind), case)
+    bench = EngineBench(opened(kind), case)
     try:
         result = judge(TRACE_LAWS[law].check(bench, Example(case, None, variant)), place_of)
     except Breach as breach:
@@ -868,4 +868,4 @@ def test_what_the_engine_gets_is_its_own_copy() -> None:
             return rows
 
     assert outcome("session", FULL, Overwrites) == "holds"
-    assert len(list(play(TraceBench(opened(Overwrites), FULL), FULL))) == len(FULL.plan)
+    assert len(list(play(EngineBench(opened(Overwrites), FULL), FULL))) == len(FULL.plan)

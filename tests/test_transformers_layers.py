@@ -23,7 +23,7 @@ from verify.adapters.loader import load
 from verify.adapters.registry import LAYERS, AdapterError
 from verify.adapters.transformers_layer import ModelLayer
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.findings import known

@@ -25,7 +25,7 @@ from verify.engine.twin import pairs
 from verify.engine.twin.cases import cases_of, comparable, declared_for
 from verify.engine.twin.causes import BATCH, CHUNK, EPS, GATE, SPLIT, STATE, causes_of
 from verify.engine.twin.measures import VOCABULARY, drift_of, log_probabilities, stretches
-from verify.engine.twin.pairs import Answer, Twins
+from verify.engine.twin.pairs import Relation, Twins
 from verify.execution import twins
 from verify.execution.execute import execute
 from verify.execution.line import Run
@@ -100,18 +100,18 @@ def test_a_planted_difference_is_explained(
     assert result.cause is not None
     assert (result.cause.knob, result.cause.switch) == (knob, switch)
     assert result.cause.share > 0.9
-    assert (result.wrong, result.answer) == (wrong, Answer.WRONG if wrong else Answer.ROUNDING)
+    assert (result.wrong, result.answer) == (wrong, Relation.WRONG if wrong else Relation.ROUNDING)
 
 
 def test_the_same_code_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
     result = found("Steps", "Steps", tmp_path)
-    assert (result.answer, result.causes, result.wrong) == (Answer.SAME, [], [])
+    assert (result.answer, result.causes, result.wrong) == (Relation.SAME, [], [])
     assert [{*pair.unequal.values()} for pair in result.pairs] == [{0.0}, {0.0}]
 
 
 def test_two_right_algorithms_are_both_within_rounding(tmp_path: pathlib.Path) -> None:
     result = found("Chunk64", "Steps", tmp_path)
-    assert (result.answer, result.wrong) == (Answer.ROUNDING, [])
+    assert (result.answer, result.wrong) == (Relation.ROUNDING, [])
     chunk = next(cause for cause in result.causes if cause.knob == CHUNK)
     assert chunk.share > 0.3 and chunk.switch == "trainer with exact operands in place of bf16 in chunks of 64"
 
@@ -119,7 +119,7 @@ def test_two_right_algorithms_are_both_within_rounding(tmp_path: pathlib.Path) -
 @pytest.mark.parametrize(("trainer", "server", "wrong"), [("Steps", "Late", "server"), ("Late", "Steps", "trainer")])
 def test_the_wrong_side_is_named(trainer: str, server: str, wrong: str, tmp_path: pathlib.Path) -> None:
     result = found(trainer, server, tmp_path)
-    assert (result.answer, result.wrong) == (Answer.WRONG, [wrong])
+    assert (result.answer, result.wrong) == (Relation.WRONG, [wrong])
     assert result.distance(result.wrong == ["server"]).ratio > 10
 
 
@@ -139,11 +139,11 @@ def test_a_promise_that_both_declare_is_judged_to_the_bit(tmp_path: pathlib.Path
 
 
 def test_a_promise_whose_law_has_no_case_leaves_it_undecided(tmp_path: pathlib.Path) -> None:
-    assert found("Steps", "Steps", tmp_path, "oracle").answer is Answer.UNDECIDED
+    assert found("Steps", "Steps", tmp_path, "oracle").answer is Relation.UNDECIDED
 
 
 def test_a_kernel_on_a_pool_is_called_as_a_rule(tmp_path: pathlib.Path) -> None:
-    assert found("Steps", "Pool", tmp_path).answer is Answer.ROUNDING
+    assert found("Steps", "Pool", tmp_path).answer is Relation.ROUNDING
     calls = ("lengths=9", "lengths=9 packed=yes", "lengths=3+0+1 packed=yes", "lengths=2+2 state=random")
     lines = [f"law=oracle adapter={FILE}:{{}} gate=1000 backward=no {words}" for words in calls]
     assert [execute(Run.parse(line.format("Pool"))).verdict for line in lines] == [Verdict.HOLDS] * 4
@@ -160,7 +160,7 @@ def test_parts_of_a_prompt_are_passed_as_a_kernel_on_a_pool_takes_them() -> None
 def test_gates_that_one_kernel_computes_are_given_to_the_other_one(tmp_path: pathlib.Path) -> None:
     right, wrong = (found("Chunk48", name, tmp_path) for name in ("Inside", "NoBias"))
     assert "in_kernel=both" in right.widest.lines[0]
-    assert (right.answer, wrong.wrong) == (Answer.ROUNDING, ["server"])
+    assert (right.answer, wrong.wrong) == (Relation.ROUNDING, ["server"])
 
 
 # Measures

@@ -15,7 +15,7 @@ from verify.adapters.loader import load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, AdapterError
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
+from verify.engine.state import Settings
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict

@@ -11,8 +11,8 @@ from tests.kills import unexplained
 from verify.adapters.vllm_pool import Pool
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.messages import RunOne

@@ -9,7 +9,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.laws import TRACE_LAWS
 from properties.words.example import Example
 from verify.bench.faults import AdapterFault
-from verify.bench.trace_bench import TraceBench, place_of
+from verify.bench.trace_bench import EngineBench, place_of
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.engine.under_tags import add_tags
@@ -119,7 +119,7 @@ SHOWN_BY_ONE_FORM = {
 def examples(law: str, domain: TraceDomain = traces.Serves.domain, count: int | None = None) -> list[Example]:
     """The examples that a check draws for a law, by default as many as in the default profile."""
     found: list[Example] = []
-    of_law(TRACE_LAWS[law], domain, 0, count or PROFILES["quick"].examples_of(law), found.append)
+    of_law(TRACE_LAWS[law], domain, 0, count or PROFILES["quick"].examples_of(TRACE_LAWS[law]), found.append)
     return found
 
 
@@ -137,7 +137,7 @@ def broken(animal: type[traces.Serves], law: str, most: int | None = None) -> in
 
 def is_broken(animal: type[traces.Serves], law: str, example: Example) -> bool:
     try:
-        return bool(judge(TRACE_LAWS[law].check(TraceBench(animal(), example.case), example), place_of).findings)
+        return bool(judge(TRACE_LAWS[law].check(EngineBench(animal(), example.case), example), place_of).findings)
     except (Breach, AdapterFault):
         return True
     except Blind:
@@ -179,7 +179,7 @@ def test_only_its_form_shows_the_wrong_engine(animal: type[traces.Serves], witho
 @pytest.mark.slow
 def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     from verify.engine.check import Check
-    from verify.engine.law_check import Settings
+    from verify.engine.state import Settings
 
     store = Store(tmp_path_factory.mktemp("findings"))
     with Check(Settings("zoo/StateKeepsTheDraft", ["tags"], PROFILES["few"]), [worker], store, defects=[]) as check:

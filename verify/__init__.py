@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     from verify.adapters.watch import watch as watch
 
 __version__ = "0.1.0"
-__all__ = [
-    *(
-        "Adapter",
-        "ArrayAdapter",
-        "CLibrary",
-        "CallDomain",
-        "Domain",
-        "Engine",
-        "FilesAdapter",
-        "LayerDomain",
-        "ModuleDomain",
-        "OnnxAdapter",
-        "PathAdapter",
-        "PathDomain",
-        "PoolDomain",
-        "ProcessAdapter",
-    ),
-    "TraceAdapter",
-    "TraceDomain",
-    "watch",
-]
-
 _PLACES = {
     "Adapter": "verify.adapters.base",
     "ArrayAdapter": "verify.adapters.array_adapter",
@@ -64,6 +42,7 @@ _PLACES = {
     "TraceDomain": "properties.traces.domain",
     "watch": "verify.adapters.watch",
 }
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

@@ -80,7 +80,7 @@ class CallDomain(AnyDomain):
                 raise ValueError(f"sizes must map axes among {', '.join(self.axes)} to numbers from 1 up, got {axis}: {choices!r}")
         if {"H", "HV"} <= {*self.axes} and not self.head_pairs:
             raise ValueError(
-                f"sizes must have a multiple of a size of H for HV, got H: {self.choices('H')!r} and HV: {self.choices('HV')!r}"
+                f"sizes must have a multiple of a size of H for HV, got H: {self.sizes_for('H')!r} and HV: {self.sizes_for('HV')!r}"
             )
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
@@ -109,9 +109,9 @@ class CallDomain(AnyDomain):
     @property
     def head_pairs(self) -> list[tuple[int, int]]:
         """The sizes of H and HV that go together, of those that are drawn for the two axes."""
-        return [(heads, value) for heads in self.choices("H") for value in self.choices("HV") if value % heads == 0]
+        return [(heads, value) for heads in self.sizes_for("H") for value in self.sizes_for("HV") if value % heads == 0]
 
-    def choices(self, axis: str) -> tuple[int, ...]:
+    def sizes_for(self, axis: str) -> tuple[int, ...]:
         """Return the sizes that are drawn for an axis."""
         named: dict[str, tuple[int, ...]] = dict(self.sizes)
         return named.get(axis, HEADS if axis == "H" else SIZES)
@@ -123,7 +123,7 @@ class CallDomain(AnyDomain):
         return (
             ((case.takes, case.gives) == (self.takes, self.gives), "the line has other inputs or outputs than the adapter"),
             (
-                all(min(self.choices(axis)) <= sizes[axis] <= max(self.choices(axis)) for axis in limits if axis in self.axes),
+                all(min(self.sizes_for(axis)) <= sizes[axis] <= max(self.sizes_for(axis)) for axis in limits if axis in self.axes),
                 f"sizes={case.sizes} are not within the sizes of the domain",
             ),
             ("HV" not in sizes or sizes["HV"] % sizes.get("H", 1) == 0, f"sizes={case.sizes}: HV must be a multiple of H"),
@@ -186,7 +186,7 @@ def call_cases(
         drawn = lengths(chance, (1, 1), min(longest, max(1, total // rows)), total, empty=domain.empty, many=False) * rows
         if further:
             drawn = (_far(chance, domain.longest),) * min(rows, 2)
-    sizes = {axis: chance.choice(domain.choices(axis)) for axis in domain.axes}
+    sizes = {axis: chance.choice(domain.sizes_for(axis)) for axis in domain.axes}
     if "H" in sizes and "HV" in sizes:
         groups = tuple(sizes["H"] * times for times in (1, 2, 3)) if "HV" not in dict(domain.sizes) else ()
         sizes["H"], sizes["HV"] = chance.choice([(sizes["H"], size) for size in groups] or domain.head_pairs)

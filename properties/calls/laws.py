@@ -189,20 +189,8 @@ CALL_LAWS: dict[str, Law] = {
             _samples,
             place=_some,
         ),
-        Law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            common_laws.memory,
-        ),
-        Law(
-            "again",
-            "exact",
-            "three calls with the same inputs give the same results, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            common_laws.again,
-        ),
+        common_laws.memory_law(_small),
+        common_laws.again_law(_small),
         history_law(lambda domain, **more: _small(domain, **{"longest": 34, "total": 60, **more})),
         Law(
             "batch",
@@ -223,12 +211,6 @@ CALL_LAWS: dict[str, Law] = {
             lacks=common_laws.lacks_view,
             outside=common_laws.outside_views,
         ),
-        Law(
-            "pure",
-            "exact",
-            "a call changes neither its inputs nor the memory around them",
-            lambda domain: examples_of(_small(domain)),
-            common_laws.pure,
-        ),
+        common_laws.pure_law(_small),
     )
 }

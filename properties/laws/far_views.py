@@ -49,7 +49,7 @@ def lacks_far(case: Any, variant: str | None) -> str | None:
 
 def can_be_far(domain: Any) -> bool:
     """Whether the domain of rules, modules, pools or layers has sequences long enough for tokens, heads and sequences far apart."""
-    longest = getattr(domain, "most_tokens", getattr(domain, "longest", None))
+    longest = getattr(domain, "most_tokens", domain.longest)
     return longest is None or longest >= _tokens_of(domain)
 
 

@@ -158,6 +158,10 @@ class Law:
     them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
     examples of a domain that a check with large cases has for every seed. `turns` returns the variants that the examples of a check
     have in turn, so that a check of few examples has them all.
+
+    `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers the
+    widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it shows
+    little on one head.
     """
 
     name: str
@@ -177,6 +181,9 @@ class Law:
     within: Callable[[Any], Any] = lambda domain: domain
     always: Callable[[Any], Sequence[Example]] = lambda domain: ()
     turns: Callable[[Any], Sequence[str]] = lambda domain: ()
+    base: bool = False
+    counterpart: bool = False
+    several_heads: bool = False
 
     def on_gpu(self) -> "Law":
         """Return the law with the examples that it has on a GPU."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.laws import common as common_laws
+from properties.laws import in_parts
 from properties.laws.far_views import FAR, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import (
@@ -167,6 +168,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         Law(
             "packed",
@@ -175,7 +177,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(
                 layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), common_laws.several
             ),
-            common_laws.packed,
+            in_parts.packed,
             common_laws.first_of(_promises("packed"), _promises("batched")),
             place=common_laws.several,
             lacks=common_laws.has_words(packed="yes"),
@@ -216,14 +218,9 @@ LAYER_LAWS: dict[str, Law] = {
             variants=GOING_ON,
             place=_prompts,
             within=common_laws.plain,
+            counterpart=True,
         ),
-        Law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(layer_cases(domain)),
-            common_laws.memory,
-        ),
+        common_laws.memory_law(layer_cases),
         history_law(functools.partial(layer_cases, longest=20)),
         recompute_law(_calm, _calm_lacks),
         Law(
@@ -237,12 +234,9 @@ LAYER_LAWS: dict[str, Law] = {
             lacks=common_laws.lacks_view,
             outside=common_laws.outside_views,
         ),
-        Law(
-            "pure",
-            "exact",
-            "a call changes neither hidden states, parameters nor states, nor the memory around them",
-            lambda domain: examples_of(layer_cases(domain, longest=40)),
-            common_laws.pure,
+        common_laws.pure_law(
+            functools.partial(layer_cases, longest=40),
+            says="a call changes neither hidden states, parameters nor states, nor the memory around them",
         ),
     )
 }

@@ -1,6 +1,6 @@
 """The laws of a layer's modules (convolution, gates, norms): the cases that each is asked about, and what a domain needs for it.
 
-Most compare what a law of properties/laws/common.py compares; the others are in module_checks.py.
+Most compare what a law of properties/laws/ compares; the others are in checks.py.
 """
 
 import functools
@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws import common as common_laws
+from properties.laws import in_parts
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Law, Pair, either, examples_of
@@ -244,27 +245,29 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(module_cases(domain, longest=260, total=280, oldest=(False, True))),
             common_laws.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         _law(
             "recurrent",
             "truth",
             "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
-                _stateful(common_laws.plain(domain), packed=False, sequences=(1, 1), longest=80, backward=False), common_laws.steps
+                _stateful(common_laws.plain(domain), packed=False, sequences=(1, 1), longest=80, backward=False), in_parts.steps
             ),
-            common_laws.recurrent,
+            in_parts.recurrent,
             CONV,
             common_laws.first_of(common_laws.require(initial_state=True, final_state=True, batched=True), common_laws.two_tokens),
             _one_row_and_its_state,
-            place=common_laws.steps,
+            place=in_parts.steps,
             within=common_laws.plain,
+            counterpart=True,
         ),
         _law(
             "packed",
             "truth",
             "packed sequences give what each gives alone",
             lambda domain: examples_of(_stateful(domain, packed=True, sequences=(2, 3)), common_laws.several),
-            common_laws.packed,
+            in_parts.packed,
             CONV,
             common_laws.require(packed=True, batched=True, initial_state=True, final_state=True),
             common_laws.has_words(packed="yes", final_state="yes"),
@@ -282,12 +285,12 @@ MODULE_LAWS: dict[str, Law] = {
                 ),
                 common_laws.inner,
             ),
-            common_laws.cut,
+            in_parts.cut,
             CONV,
             common_laws.first_of(common_laws.require(initial_state=True, final_state=True), common_laws.two_tokens),
             common_laws.has_words(final_state="yes"),
             place=common_laws.inner,
-            outside=common_laws.outside_of_cut,
+            outside=in_parts.outside_of_cut,
         ),
         _law(
             "absent",
@@ -401,6 +404,7 @@ MODULE_LAWS: dict[str, Law] = {
             module_checks.apart(("H", "HV")),
             WITH_HEADS,
             place=_heads,
+            several_heads=True,
         ),
         _law(
             "channels",
@@ -418,6 +422,7 @@ MODULE_LAWS: dict[str, Law] = {
             "permuting sequences or tokens, heads and channels permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
             module_checks.permuted,
+            several_heads=True,
         ),
         _law(
             "repeated",
@@ -427,13 +432,7 @@ MODULE_LAWS: dict[str, Law] = {
             module_checks.repeated,
             ("l2norm",),
         ),
-        _law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            common_laws.memory,
-        ),
+        common_laws.memory_law(_small, about=EVERY),
         history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY, packs=_packs),
         recompute_law(_calm, _calm_lacks, about=EVERY),
         _law(
@@ -448,12 +447,6 @@ MODULE_LAWS: dict[str, Law] = {
             outside=common_laws.outside_views,
             always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=_packs(domain)),
         ),
-        _law(
-            "pure",
-            "exact",
-            "a call changes neither its inputs nor the memory around them",
-            lambda domain: examples_of(_small(domain)),
-            common_laws.pure,
-        ),
+        common_laws.pure_law(_small, about=EVERY),
     )
 }

@@ -11,7 +11,7 @@ from oracles import parallel
 from oracles.operation import check_offsets
 from oracles.sharding import Rank
 from properties.paths.case import LAYOUTS, ParallelCase
-from properties.paths.domain import PathDomain
+from properties.paths.domain import PathDomain, case_ranks
 from properties.words.illegal import IllegalInputs
 
 
@@ -94,6 +94,22 @@ CHANGES: dict[str, Change] = {
 JUDGED = {"length": _TWICE, "total": _BEYOND, "order": "cu_seqlens that decrease", "heads": _HEADS}
 _OF_LAYER = (_OVER_TP, _PADDED, _HEADS)
 _CUT = {layout: (_TWICE, _ONCE) if layout.startswith("zigzag") else (_ONCE,) for layout in LAYOUTS}
+
+
+def lacking_for(case: ParallelCase, variant: str | None) -> str | None:
+    """Return what a case lacks to be made illegal in the way `variant`, a key of JUDGED; None if it lacks nothing."""
+    if variant in ("length", "total", "order") and not case.packed:
+        return "packed=yes"
+    if variant == "length" and (case.cp == 1 or case.layout != "zigzag"):
+        return "cp over 1 and layout=zigzag"
+    if variant == "heads" and case_ranks(case) == 1:
+        return "more than one rank"
+    return None
+
+
+def illegal_of(case: ParallelCase) -> list[str]:
+    """Return the illegal layouts that can be made of a case."""
+    return [variant for variant in JUDGED if lacking_for(case, variant) is None]
 
 
 def _names(operation: str) -> list[str]:

@@ -88,6 +88,10 @@ class PoolDomain(AnyDomain):
     in one tensor with others."""
     options: Options = ()
 
+    @property
+    def of_call(self) -> Domain:
+        return self.rule
+
     def __post_init__(self) -> None:
         self.check_fields()
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from oracles.norm import EPS
 from oracles.operation import DTYPES, Inputs
-from properties.laws.common import (
-    carried_dtype,
-    final_dtype,
-    without_options,
-)
+from properties.laws.common import without_options
+from properties.laws.in_parts import carried_dtype, final_dtype
 from properties.laws.law import (
     Bench,
     Pair,

@@ -1,4 +1,4 @@
-"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in checks.py and in properties/laws/common.py."""
+"""The laws of rules: gated delta rule, delta rule and KDA. What they compare is in checks.py and in properties/laws/."""
 
 import functools
 from typing import Any
@@ -6,29 +6,23 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws.common import (
-    again,
+    again_law,
     batch,
-    cut,
-    cuts,
     firm_views,
     future,
     has_words,
     inner,
     lacks_view,
-    memory,
+    memory_law,
     near_views,
     one_batch_row,
     oracle,
-    outside_of_cut,
     outside_views,
-    packed,
     plain,
-    pure,
-    recurrent,
+    pure_law,
     require,
     samples,
     several,
-    steps,
     strides,
     takes_far,
     two_tokens,
@@ -36,6 +30,7 @@ from properties.laws.common import (
 )
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
+from properties.laws.in_parts import cut, cuts, outside_of_cut, packed, recurrent, steps
 from properties.laws.law import (
     Law,
     either,
@@ -214,6 +209,7 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(cases(domain, longest=260, total=280, value_heads=8)),
             oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
+            base=True,
         ),
         Law(
             "recurrent",
@@ -234,6 +230,7 @@ LAWS: dict[str, Law] = {
             place=steps,
             lacks=one_batch_row,
             within=plain,
+            counterpart=True,
         ),
         Law(
             "packed",
@@ -365,6 +362,7 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain, groups=_many(domain)), _value_heads),
             rule_checks.heads,
             place=_value_heads,
+            several_heads=True,
         ),
         Law(
             "permuted",
@@ -372,21 +370,10 @@ LAWS: dict[str, Law] = {
             "permuting sequences and head groups permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain, sequences=(1, 3), groups=_many(domain))),
             rule_checks.permuted,
+            several_heads=True,
         ),
-        Law(
-            "memory",
-            "exact",
-            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            memory,
-        ),
-        Law(
-            "again",
-            "exact",
-            "three calls with the same inputs give the same results, bit for bit if deterministic=True",
-            lambda domain: examples_of(_small(domain)),
-            again,
-        ),
+        memory_law(_small),
+        again_law(_small),
         history_law(_brief),
         recompute_law(_calm, _calm_lacks),
         Law(
@@ -409,13 +396,7 @@ LAWS: dict[str, Law] = {
             outside=outside_views,
             always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
         ),
-        Law(
-            "pure",
-            "exact",
-            "a call changes neither its inputs nor the memory around them",
-            lambda domain: examples_of(_small(domain)),
-            pure,
-        ),
+        pure_law(_small),
     )
 }
 

@@ -17,14 +17,14 @@ from properties.traces.play import Moment, Slot, TraceBench, named
 
 def judged(bench: TraceBench, case: TraceCase, moments: Iterator[Moment]) -> Iterator[Pair]:
     """Judge every step of a trace from the bits that its requests had before it. Blind if no step has a token of a request."""
-    rows = {kind: Rows(case) for kind in ("p", "d", "v")}
+    rows = {kind: PackedRows(case) for kind in ("p", "d", "v")}
     for moment in moments:
         _check_finite(case, moment)
         for place, row in enumerate(moment.step.rows):
             if row.real and row.count:
                 rows["d" if moment.step.kind == "s" else moment.step.kind].add(moment, place, row)
     for kinds in ("p", "dv"):
-        merged = Rows(case).of(*(rows[kind] for kind in kinds))
+        merged = PackedRows(case).of(*(rows[kind] for kind in kinds))
         if merged.parts:
             yield from merged.judged(bench, kinds[0])
     if not any(found.parts for found in rows.values()):
@@ -50,7 +50,7 @@ class Compared(NamedTuple):
     saved: bool = False
 
 
-class Rows:
+class PackedRows:
     """Rows of several steps as one packed call, and what each of them is judged by."""
 
     def __init__(self, case: TraceCase) -> None:
@@ -59,7 +59,7 @@ class Rows:
         self.comparisons: list[list[Compared]] = []
         self.windows: list[Pair] = []
 
-    def of(self, *others: "Rows") -> "Rows":
+    def of(self, *others: "PackedRows") -> "PackedRows":
         """Return these rows with those of others behind."""
         self.parts = [part for other in others for part in other.parts]
         self.comparisons = [comparisons for other in others for comparisons in other.comparisons]

@@ -58,6 +58,10 @@ class _Usual:
     """What a domain promises that has no such field."""
 
     operation: str
+    backward: bool = False
+    longest: int | None = None
+    views: bool | tuple[str, ...] = True
+    choices: tuple[tuple[str, tuple[str, ...]], ...] = ()
     options: Options = ()
     exact_options: tuple[str, ...] = ()
     length_step: int = 1
@@ -87,6 +91,11 @@ class AnyDomain(_Usual):
 
     def __init_subclass__(cls) -> None:
         cls.PROMISES = promises_of(cls)
+
+    @property
+    def of_call(self) -> Any:
+        """What is promised about the tensors of one call: this domain, or that of a pool's rule."""
+        return self
 
     def check_fields(self, *, operations: Sequence[str] = ()) -> None:
         """Raise ValueError for a field outside its choices, or unless `packed` or `batched` is True."""

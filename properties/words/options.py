@@ -68,9 +68,3 @@ def draw_options(chance: random.Random, options: Options) -> str:
 def all_values(options: Options, text: str) -> dict[str, str]:
     """Return the value of every option in a call whose case has the word `text`."""
     return {name: values[0] for name, values in options} | values_of(text)
-
-
-def frozen_options(value: object) -> Options:
-    """Return the field `options` of a domain from plain data."""
-    assert isinstance(value, list | tuple)
-    return tuple((name, tuple(values)) for name, values in value)

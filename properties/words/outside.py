@@ -53,7 +53,7 @@ class Outside:
 
     def _made(self, domain: Any, case: Any, sizes: Sequence[int], backward: bool, words: dict[str, Any]) -> Any | None:  # noqa: FBT001
         """Return the case with these words, or None if it is then outside the domain or no case at all."""
-        step, most = getattr(domain, "length_step", 1), getattr(domain, "longest", None)
+        step, most = domain.length_step, domain.longest
         sizes = tuple(-(-size // step) * step if most is None else min(most, -(-size // step) * step) for size in sizes)
         packed = words.get("packed", case.packed)
         plain = {
@@ -101,7 +101,7 @@ def _is_convolution_or_layer(domain: Any) -> bool:
 
 
 def _is_rule(domain: Any) -> bool:
-    return domain.operation in ("gated_delta_rule", "delta_rule", "kda") and hasattr(domain, "initial_states")
+    return domain.operation in ("gated_delta_rule", "delta_rule", "kda")
 
 
 def _in_no_option(layout: str) -> Callable[[Any], bool]:

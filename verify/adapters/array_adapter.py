@@ -80,7 +80,7 @@ class ArrayAdapter(ForeignAdapter):
         if importlib.util.find_spec(package) is None:
             return f"{self.library} needs {package}, which is not installed: pip install '{name}'"
         own = type(self).vjp is not ArrayAdapter.vjp
-        if getattr(self.domain, "backward", False) and not own and self.library not in DIFFERENTIATES:
+        if self.domain.backward and not own and self.library not in DIFFERENTIATES:
             return f"{self.library} has no gradients: its domain must have backward=False, or the adapter a method vjp"
         return None
 

@@ -43,7 +43,7 @@ class CLibrary(FileAdapter):
 
     def _wrong(self) -> str | None:
         functions = {"function": "arguments", "backward": "backward_arguments"}
-        if not getattr(self.domain, "backward", False):
+        if not self.domain.backward:
             del functions["backward"]
         for name in ("library", *functions):
             if not (isinstance(value := getattr(self, name), str) and value):

@@ -31,15 +31,12 @@ from verify.adapters.tensor_files import (
     read,
     write,
 )
+from verify.process.child import WrongAnswer
 
 MOST_MANIFEST = 2**26  # bytes
 QUESTION = re.compile(r"(call|vjp)-[0-9a-f]{16}")
 # What an adapter declares beside its domain, if its kind has it.
 DECLARED = ("algorithm", "chunk", "products", "stores", "folds", "rounds_products", "layout", "absent")
-
-
-class WrongAnswer(Exception):
-    """The file of an answer is not what was asked for."""
 
 
 class FilesAdapter(AskedAdapter):

@@ -91,7 +91,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     if not isinstance(adapter.domain, tuple(kinds)):
         names = " or a ".join(domain.__name__ for domain in kinds)
         raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
-    does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
+    domain: Any = adapter.domain
+    does: str = domain.operation
     if (operation := getattr(adapter, "operation", does)) != does:
         raise AdapterError(f"adapter {spec}: operation is {operation!r}, but its domain has {does}: set it in the domain alone")
     if does in OPERATIONS and adapter.algorithm not in OPERATIONS[does].classes:
@@ -104,9 +105,9 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     if isinstance(adapter, Adapter) and adapter.cost is not None and adapter.cost not in MOST:
         raise AdapterError(f"adapter {spec}: cost must be None or one of {', '.join(MOST)}, got {adapter.cost!r}")
     for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
-        if getattr(adapter, name, False) and adapter.algorithm != wanted:
+        if isinstance(adapter, Adapter) and getattr(adapter, name) and adapter.algorithm != wanted:
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
-    if getattr(adapter, "rounds_products", False) and (does != "causal_conv1d" or getattr(adapter.domain, "backward", True)):
+    if isinstance(adapter, Adapter) and adapter.rounds_products and (does != "causal_conv1d" or domain.backward):
         raise AdapterError(f"adapter {spec}: rounds_products must be False unless its domain is a convolution with backward=False")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")

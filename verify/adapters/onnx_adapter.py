@@ -52,7 +52,7 @@ class OnnxAdapter(FileAdapter):
             return "model must be a path, a model or node of onnx, or a method that returns one, got None"
         if isinstance(self.model, str) and (missing := self._missing("model", self.model)):
             return missing
-        return "domain must have backward=False: a model has no gradients" if getattr(self.domain, "backward", False) else None
+        return "domain must have backward=False: a model has no gradients" if self.domain.backward else None
 
     def _ask(self, call: Call, word: str, sent: Mapping[Place, Tensor], asked: Sequence[Place]) -> list[Tensor]:
         assert word == "call", word

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 TRIES = 64  # how many tensors are made to find one that is the same Python object, or on a GPU at the same address
-UNUSED = 2  # references to memory that no tensor holds: the Place's own one, and the argument of getrefcount
+UNUSED = 2  # references to memory that no tensor holds: the Spot's own one, and the argument of getrefcount
 ALIGNMENT = 64  # bytes, as torch's own allocator aligns tensors on a CPU
 
 
-class Place:
+class Spot:
     """Where one tensor lies: `put` makes a tensor there, and a second one when nothing holds the first."""
 
     def __init__(self, like: Tensor) -> None:

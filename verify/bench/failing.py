@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MESSAGE = "out of memory, as the law makes it in the middle of a call"
 
 
-class Fault(TorchDispatchMode):
+class FailingOperation(TorchDispatchMode):
     """A context in which operation number `at` of torch raises torch.OutOfMemoryError, once. `failed` says whether it did.
 
     Every allocation of torch is an operation, and so is every kernel of torch. A kernel of another compiler gets memory of torch.

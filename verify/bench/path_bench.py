@@ -27,7 +27,7 @@ from verify.bench.guards import Copies, Guards, changed
 from verify.bench.places import Layout, indices
 from verify.bench.placing import refill
 from verify.bench.shared_calls import PARAMETERS, SharedCall, shared_call
-from verify.bench.watched import Watched
+from verify.bench.watched import WatchedBench
 from verify.gpu import device as devices
 from verify.process.outcome import FailureKind
 from verify.process.stacks import Mark, marked
@@ -70,7 +70,7 @@ def _output(case: ParallelCase) -> str:
     return next(port.name for port in case.spec.outputs)
 
 
-class RankBench(Watched):
+class RankBench(WatchedBench):
     """A PathBench (properties/paths/laws.py) for one adapter, one case and one rank."""
 
     def __init__(
@@ -134,10 +134,10 @@ class RankBench(Watched):
         return self._results(call)
 
     def renew(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents) -> Results:
-        places: dict[str, addresses.Place] = {}
+        places: dict[str, addresses.Spot] = {}
 
         def put(name: str, x: Tensor) -> Tensor:
-            return places.setdefault(name, addresses.Place(x)).put(x)
+            return places.setdefault(name, addresses.Spot(x)).put(x)
 
         self._results(self._prepared(first, self.place, first.inputs(), cotangents, put))
         return self._results(self._prepared(self.case, self.place, inputs, cotangents, put))

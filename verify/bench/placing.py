@@ -33,7 +33,7 @@ def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
 
 def placed(domain: Any, x: Tensor) -> Tensor:
     """The tensor, or a copy as an allocator makes one if the domain does not promise to take such strides."""
-    views = getattr(getattr(domain, "rule", domain), "views", True)
+    views = domain.of_call.views
     return x if views is True or (views and _is_view(x, views)) else as_allocated(x)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from verify.adapters.base import Engine, TraceAdapter
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import ALONG, Layout, indices, lay_out
-from verify.bench.watched import Watched
+from verify.bench.watched import WatchedBench
 from verify.gpu import device as devices
 from verify.interpreter import races
 from verify.process.outcome import FailureKind
@@ -36,7 +35,7 @@ AXES = {
 }
 
 
-class TraceBench(Watched):
+class EngineBench(WatchedBench):
     """A TraceBench (properties/traces/play.py) for one adapter and one case."""
 
     def __init__(self, adapter: TraceAdapter, case: TraceCase, products: str = "ieee", device: str = "cpu") -> None:
@@ -44,7 +43,6 @@ class TraceBench(Watched):
         self.adapter, self.case, self.products = adapter, case, products
         self.law_device = "cpu"  # laws compare copies
         self.domain: TraceDomain = adapter.domain
-        self.declared: Mapping[str, Any] = MappingProxyType({})
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.padding_rows = 0  # of the last batch, if they have a slot
 
@@ -76,8 +74,7 @@ class TraceBench(Watched):
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
-        says = {"algorithm": self.adapter.algorithm, "chunk": self.adapter.chunk, **self.declared}
-        algorithm, chunk = (says["algorithm"], says["chunk"]) if kind == "p" else ("recurrent", None)
+        algorithm, chunk = (self.says("algorithm"), self.says("chunk")) if kind == "p" else ("recurrent", None)
         with self.timed("oracle_s"), devices.default("cpu"):
             inputs = inputs.replaced(**self.norm)
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
@@ -107,7 +104,7 @@ class Guarded:
     """An engine whose calls are timed and checked."""
 
     def __init__(
-        self, bench: TraceBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
+        self, bench: EngineBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
     ) -> None:
         self.bench, self.engine, self.sizes, self.guards, self.buffers = bench, engine, sizes, guards, buffers
         if not isinstance(engine, Engine):

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from verify.bench.faults import AdapterFault, blamed
@@ -10,19 +11,29 @@ from verify.process.outcome import FailureKind, Finding
 from verify.ranks.collectives import Abandoned, Mismatch
 
 
-class Watched:
+class WatchedBench:
     """What the benches of calls, of ranks and of engines have in common.
 
     - `kernel_s`, `oracle_s`: seconds spent in the implementation and in the oracle
     - `impure`: findings about inputs, and memory around them, that a call has changed
     - `lost`: why the device can no longer be used; "" if it can
+    - `declared`: what a run is judged by in place of what the adapter declares, by the name of its attribute
+    - `kept`: promises that the domain does not make, and whether they were kept
     """
+
+    adapter: Any
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.kernel_s = self.oracle_s = 0.0
         self.impure: list[Finding] = []
         self.lost = ""
+        self.declared: Mapping[str, Any] = MappingProxyType({})
+        self.kept: dict[str, bool] = {}
+
+    def says(self, name: str) -> Any:
+        """The declaration of this name that a run is judged by."""
+        return self.declared[name] if name in self.declared else getattr(self.adapter, name)
 
     @contextlib.contextmanager
     def timed(self, account: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles.operation import Inputs, gradient_name
 from properties.laws.law import Results
-from verify.bench.failing import Fault
+from verify.bench.failing import FailingOperation
 
 Call = Callable[[dict[str, Tensor]], Any]  # from the tensors of a call by name to what the implementation returns
 Gradients = Sequence[Tensor | None]
@@ -188,7 +188,7 @@ class Failing(Plain):
 
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.fault = Fault(at)
+        self.fault = FailingOperation(at)
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         with self.fault:

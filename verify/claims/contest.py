@@ -47,7 +47,7 @@ class Contest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class Prepared:
     """The inputs of a case and the cotangents of its outputs. `given` has the differentiable inputs, which are leaf tensors."""
 
     inputs: Inputs
@@ -55,14 +55,14 @@ class Ready:
     cotangents: Tensors
 
 
-def ready(contest: Contest, case: Any, device: torch.device) -> Ready:
+def ready(contest: Contest, case: Any, device: torch.device) -> Prepared:
     """The tensors of a case on a device, in the contest's layout."""
     inputs, spec = contest.prepare(case.inputs(str(device))), contest.judged.spec
     names = [port.name for port in spec.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
     # nn.Parameter, because a module accepts nothing else in place of its parameters.
     leaves: dict[str, Tensor] = {name: nn.Parameter(inputs[name], requires_grad=contest.backward) for name in names}
     every = case.cotangents(str(device)) if contest.backward else {}
-    return Ready(inputs.replaced(**leaves), leaves, tuple(every[name] for name in contest.outputs if every))
+    return Prepared(inputs.replaced(**leaves), leaves, tuple(every[name] for name in contest.outputs if every))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def agreement(contest: Contest, device: torch.device) -> Agreement:
     return Agreement(size_of(case), worst, findings, apart)
 
 
-def _evaluated(contest: Contest, form: Form, x: Ready) -> dict[str, Tensor]:
+def _evaluated(contest: Contest, form: Form, x: Prepared) -> dict[str, Tensor]:
     """A form's outputs by name, and with backward the gradients of all inputs."""
     with torch.set_grad_enabled(contest.backward):
         parts = form(x.inputs)

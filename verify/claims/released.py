@@ -110,7 +110,7 @@ def results(question: Data) -> Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class ReadyLayer:
     """The layer with the inputs of a case on this rank, ready to be timed."""
 
     forward: Callable[[], Tensor]
@@ -146,7 +146,7 @@ def memory(question: Data) -> Data:
 
 
 @functools.lru_cache(4)
-def _ready(line: str) -> Ready:
+def _ready(line: str) -> ReadyLayer:
     run = Run.parse(line)
     adapter, case = adapter_of(run.adapter), run.example.case
     assert isinstance(adapter, MegatronLayer) and isinstance(case, ParallelCase), run
@@ -159,7 +159,7 @@ def _ready(line: str) -> Ready:
     assert call.direction is not None, case
     meet = torch.zeros(1, device=device)
     clock = clock_of(device, lambda: dist.all_reduce(meet) if here else None)  # so that all ranks begin together
-    ready = Ready(lambda: kept.run(call.arguments, place), [*call.leaves.values()], call.direction, clock)
+    ready = ReadyLayer(lambda: kept.run(call.arguments, place), [*call.leaves.values()], call.direction, clock)
     ready.backward_of(ready.forward())()  # it compiles and tunes
     return ready
 

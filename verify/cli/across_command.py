@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from verify.cli import terminal
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of, read_deny_list
+from verify.cli.hosts import deadline_of
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.places import Repository, allow, path_place, python_place, release_place
 from verify.engine import across as engine
 from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
@@ -26,7 +26,6 @@ from verify.process.worker import Worker
 
 def across(options: argparse.Namespace) -> int:
     """Run all lines in all places and print what each is in each. Returns the exit code."""
-    read_deny_list(None)
     runs, deadline_s = [Run.parse(line) for line in options.lines], deadline_of(options)
     store = Store()
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from verify.adapters.libraries import LIBRARIES
 from verify.cli import terminal
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.fetch_command import FetchError
-from verify.cli.hosts import deadline_of, read_deny_list
+from verify.cli.hosts import deadline_of
 from verify.cli.output import print_json, print_troubles
 from verify.cli.places import Repository, allow, release_place, versions_of
 from verify.cli.terminal import print_error
@@ -23,7 +23,6 @@ PACKAGES = {"fla": "fla-core", "nemo": "nemo-automodel", "transformers": "transf
 
 def bisect(options: argparse.Namespace) -> int:
     """Run a line with versions between a good and a bad one, and print which changed its verdict. Returns the exit code."""
-    read_deny_list(None)
     run, store = Run.parse(options.line), Store()
     try:
         versions, place_of, about = _revisions(options, run) if options.rev else _releases(options, run)

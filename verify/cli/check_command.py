@@ -40,19 +40,20 @@ from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
 from verify.cli.terminal import marks_of, print_error, print_line, width_of
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE
+from verify.engine.state import Settings
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known, outside
 from verify.findings import report as text
 from verify.findings.law_report import LawReport, left_out
 from verify.findings.records.record import End, Head, Record, end_line, head_line, law_line
+from verify.gpu.policies import Denied
 from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
 from verify.process.messages import Describe, Reaction, Refuse, read
 from verify.process.outcome import Verdict
-from verify.process.worker import WorkerLost
+from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering, Group
 from verify.ranks.torchrun import Launch, follow, launched
 from verify.reach import report as reach_report
@@ -83,11 +84,11 @@ def check(options: argparse.Namespace) -> int:
     backend = _refuse_combinations(options, launch)
     if launch is not None and launch.rank:
         return follow(launch, backend)
-    read_deny_list(options.deny, new=options.tune == SWEEP)
+    denied = read_deny_list(options.deny, new=options.tune == SWEEP)
     out = sys.stderr if options.json == "-" else sys.stdout
     if options.tune == SWEEP:
         device, profile = _place_and_profile(options, backend, None)
-        return sweep(options, specs[0], device, _seed(options, profile), stored(options, out)[0], out)
+        return sweep(options, specs[0], denied, device, _seed(options, profile), stored(options, out)[0], out)
     records, start = list[Record](), time.monotonic()
     left = [spec for spec in specs if spec not in codes]
     with contextlib.ExitStack() as opened:
@@ -96,7 +97,7 @@ def check(options: argparse.Namespace) -> int:
             now = time.monotonic()
             until = math.inf if options.budget is None else now + max(0.0, start + options.budget - now) / (len(left) - number)
             with _answering_for(spec, codes) if several else contextlib.nullcontext():
-                command = _Command(options, spec, launch, backend, until, out)
+                command = _Command(options, spec, denied, launch, backend, until, out)
                 if not several:
                     lines = opened.enter_context(JsonLines(options.json))  # after everything that may refuse the command
                 codes[spec] = command.run(lines, records, opened)
@@ -167,7 +168,14 @@ class _Command:
     """The check of one adapter, as the options want it. What they may not want is refused before any work."""
 
     def __init__(
-        self, options: argparse.Namespace, spec: str, launch: Launch | None, backend: str, until: float, out: TextIO
+        self,
+        options: argparse.Namespace,
+        spec: str,
+        denied: Sequence[Denied],
+        launch: Launch | None,
+        backend: str,
+        until: float,
+        out: TextIO,
     ) -> None:
         sanitizer = sanitizer_of(options)
         device, profile = _place_and_profile(options, backend, sanitizer)
@@ -195,6 +203,7 @@ class _Command:
             compilers=0 if simulated or (launch and not launch.one_host) else compilers_of(device),
             ranks=ranks or 0,
             known=options.known,
+            denied=denied,
             until=until,
             shard=shard,
             engine_workers=engine_workers_of(options),
@@ -427,7 +436,7 @@ def _reaction(spec: str, name: str, checking: Check, worker: Answering) -> str:
     except WorkerLost as lost:
         return f"not run: loading the adapter again {lost.how} ({lost.detail})"
     try:
-        question = Refuse(spec, name, settings.tune, left_out)
+        question = Refuse(spec, name, settings.tune, left_out, denied=checking.defects.denied)
         reply = read(Reaction, worker.ask(question, min(30.0, settings.until - time.monotonic())))
     except WorkerLost as lost:
         return f"{lost.how} ({lost.detail})"
@@ -442,7 +451,7 @@ def _summary(checking: Check, wall_s: float) -> str:
     missing = len(laws) - len(reports)
     parts = [*([text.verdict_counts(reports)] if reports else []), *([f"{missing} not finished"] if missing else [])]
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
-    processes = sum(getattr(worker, "size", 1) for worker in checking.workers[: max(1, len(laws))])  # a group of ranks has a size
+    processes = sum(1 if isinstance(worker, Worker) else worker.size for worker in checking.workers[: max(1, len(laws))])
     line += f" {text.times(every, processes)}"
     if any(report.verdict is Verdict.BROKEN for report in reports) and not store.trouble:
         line += f"; findings are in {store.folder}/findings.jsonl"

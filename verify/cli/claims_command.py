@@ -24,9 +24,9 @@ from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
 from verify.claims.tuning import limit_tuning
 from verify.cli import megatron_claims_command as megatron
+from verify.cli.arguments import CLAIMS, CONFIGURATIONS, PULLS
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.cli.output import check_writable, write_file
-from verify.cli.parsers import CLAIMS, CONFIGURATIONS, PULLS
 from verify.cli.terminal import print_error, print_line, write
 
 WIDTH = 220  # columns of the table, if stdout is no terminal

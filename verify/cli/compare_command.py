@@ -15,7 +15,7 @@ from verify.cli.across_command import drawn, places_of
 from verify.cli.exits import BROKEN as EXIT_BROKEN
 from verify.cli.exits import HOLDS as EXIT_HOLDS
 from verify.cli.exits import UNDECIDED
-from verify.cli.hosts import deadline_of, device_of, read_deny_list
+from verify.cli.hosts import deadline_of, device_of
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.terminal import marks_of, print_error, print_line
@@ -33,9 +33,9 @@ from verify.engine.compare import (
     REFUSED,
     STEPS,
     UNKNOWN,
+    BeforeAfter,
     Differences,
     Errors,
-    Pair,
     Timing,
     distribution,
 )
@@ -52,7 +52,6 @@ WIDTH = 100
 
 def compare(options: argparse.Namespace) -> int:
     """Compare two versions and print what differs. Returns the exit code."""
-    read_deny_list(None)
     device, deadline_s, store = device_of(options.device), deadline_of(options), Store()
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
@@ -187,7 +186,7 @@ def _print(told: _Told) -> None:
     terminal.write("\nto paste:\n\n" + textwrap.fill(_paragraph(told), WIDTH), sys.stdout)
 
 
-def _counts(pairs: Iterable[Pair], side: str) -> str:
+def _counts(pairs: Iterable[BeforeAfter], side: str) -> str:
     """How many lines of a law have each verdict on a side."""
     cells = [getattr(pair, side).verdict for pair in pairs]
     words = {HOLDS: "hold", BROKEN: "broken", NOT: "not asked"}

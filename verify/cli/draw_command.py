@@ -12,9 +12,9 @@ from verify.cli.hosts import check_installed
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.engine.shard import WHOLE
+from verify.engine.state import Settings
 from verify.gpu import device as devices
 from verify.process.worker import Worker
 

@@ -25,8 +25,8 @@ from verify.cli.parsers import parser
 from verify.cli.terminal import print_line
 from verify.engine.asking import Described, describe
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.dumps import dumps_in, judged_dump
 from verify.execution.exporting import EXPORTED, questions_of
 from verify.execution.line import Run

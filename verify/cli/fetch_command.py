@@ -130,22 +130,27 @@ def _told_of_the_disk(folder: pathlib.Path) -> Iterator[None]:
         raise FetchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from None
 
 
+def pip(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run pip with these words, which must be ours or checked. Its output is in `stdout`, errors too."""
+    return subprocess.run(  # noqa: S603 - see above
+        [sys.executable, "-m", "pip", "--no-input", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+
+
 def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
     """Download the library's wheel into a folder with pip. Returns its path. FetchError has the last line of pip's output."""
     requirement = f"{library.distribution}=={library.version}"
     output, python = "", library.python
     of_python = (f"--python-version={python}", "--implementation=cp", f"--abi=cp{python.replace('.', '')}")
     for tags in ([*of_python, *PLATFORMS], []):  # then the wheel for this machine
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar=off"]
-        done = subprocess.run(  # noqa: S603 - words of ours alone
-            [*command, *tags, f"--dest={folder}", requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        options = ("--no-deps", "--only-binary=:all:", "--progress-bar=off", *tags, f"--dest={folder}")
+        done = pip("download", *options, requirement)
         if done.returncode == 0:
             return _wheel(library, folder)
         output = done.stdout

@@ -11,7 +11,6 @@ from verify.gpu import device as devices
 from verify.gpu import policies
 from verify.process.choices import NoGpu
 from verify.process.cores import cores
-from verify.process.environment import DENIED
 from verify.process.worker import Worker
 from verify.ranks.group import Answering, RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup
@@ -22,21 +21,19 @@ SHARING = 6  # the most workers of a kernel for each GPU
 ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
 
-def read_deny_list(path: str | None, *, new: bool = False) -> None:
-    """Check the deny-list and pass its path to the workers, in an environment variable. Without a path, no deny-list is used.
+def read_deny_list(path: str | None, *, new: bool = False) -> list[policies.Denied]:
+    """The deny-list in a file; empty without a path, and if the file is `new` and need not exist.
 
-    With `new`, the file need not exist. ValueError names the file and what is wrong with it.
+    ValueError names the file and what is wrong with it.
     """
-    os.environ.pop(DENIED, None)
     if path is None or (new and not os.path.exists(path)):
-        return
+        return []
     try:
-        policies.read_denied(path)
+        return policies.read_denied(path)
     except OSError as error:
         raise ValueError(f"--deny must name a file that can be read, got {path!r}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"--deny {path}: {error}") from None
-    os.environ[DENIED] = os.path.abspath(path)
 
 
 def compilers_of(device: str) -> int:

@@ -29,8 +29,7 @@ def put_on_file(options: argparse.Namespace) -> int:
         raise ValueError(f"--reason must be one line of text, got {options.reason!r}")
     if not path.parent.is_dir():
         raise ValueError(f"--known must name a file in a folder that exists, got {options.known!r}")
-    before = known.of(run.adapter, [options.known] if options.known and path.exists() else [])
-    read_deny_list(options.deny)
+    before = known.of(run.adapter, [options.known] if options.known and path.exists() else [], read_deny_list(options.deny))
     check_installed(run.adapter)
     if run.device == "cuda" and not devices.gpus():
         raise NoGpu("the line has device=cuda, but torch sees no GPU")

@@ -26,15 +26,15 @@ def launches(options: argparse.Namespace) -> int:
         raise ValueError(f"--beside must be a number or native, got {SWEEP}")
     if options.calls == 1 and not beside:
         raise ValueError("--calls must be 2 or more without --beside, got 1: a single call has nothing to be compared with")
-    read_deny_list(options.deny)
+    denied = read_deny_list(options.deny)
     check_installed(run.adapter)
     if not devices.gpus():
         raise NoGpu("the line has device=cuda, but torch sees no GPU")
     blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # an error belongs to the launch that made it
     with Worker(deadline_of(options), environment=blocking) as worker:
         try:
-            defects = known.of(run.adapter).on(describe(run.adapter, worker).device)
-            question = Launches(str(run), options.calls, beside, defects.left_out(run))
+            defects = known.of(run.adapter, denied=denied).on(describe(run.adapter, worker).device)
+            question = Launches(str(run), options.calls, beside, defects.left_out(run), denied=defects.denied)
             report = read(LaunchReport, worker.ask(question, worker.deadline_s * (options.calls + len(beside))))
         except WorkerLost as lost:
             report = LaunchReport(reason=f"{lost}; the launch is not known")

@@ -17,9 +17,9 @@ from verify.claims.ruling import HEAD, UNDECIDED, Ruling, commands
 from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK_EFFORT
 from verify.claims.table import markdown, table
 from verify.cli import exits
+from verify.cli.arguments import CONFIGURATIONS, PULLS
 from verify.cli.hosts import device_of
 from verify.cli.output import check_writable, write_file
-from verify.cli.parsers import CONFIGURATIONS, PULLS
 from verify.cli.terminal import print_error, print_line, write
 
 WIDTH = 200  # columns of the table, if stdout is no terminal

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from gdn_verify import HERE, PACKAGES
 from verify.adapters.libraries import BY_DISTRIBUTION, FOLDER, Library
-from verify.cli.fetch_command import FetchError, fetch, last_line, manifest_in
+from verify.cli.fetch_command import FetchError, fetch, last_line, manifest_in, pip
 from verify.cli.options import Release
 from verify.cli.terminal import is_terminal, print_error
 from verify.engine.across import Site
@@ -176,15 +176,7 @@ class Repository:
 
 def versions_of(package: str) -> list[str]:
     """The releases of a package that pip finds, from old to new. FetchError if it cannot list them."""
-    done = subprocess.run(  # noqa: S603 - a name that release_word or the parser has checked
-        [sys.executable, "-m", "pip", "index", "versions", "--no-input", "--disable-pip-version-check", package],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    done = pip("index", "versions", "--disable-pip-version-check", package)  # a name that release_word or the parser has checked
     if found := re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE):
         return sorted(found[1].split(", "), key=Version)
     raise FetchError(f"pip cannot list the releases of {package}, name some with --releases: {last_line(done.stdout)}")

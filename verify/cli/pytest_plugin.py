@@ -39,8 +39,8 @@ class LawItem:
         """Fail with the report if the law is broken or undecided; skip with the reason if it is unsupported."""
         __tracebackhide__ = True
         from verify.engine.check import Check
-        from verify.engine.law_check import Settings
         from verify.engine.profiles import PROFILES
+        from verify.engine.state import Settings
         from verify.findings import report as text
         from verify.findings.regressions import Examples
         from verify.findings.store import Store

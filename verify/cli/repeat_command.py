@@ -27,7 +27,7 @@ def repeat(options: argparse.Namespace) -> int:
     if options.line.startswith(WORD):
         return _judge_again(WatchedLine.parse(options.line), options)
     run = Run.parse(options.line)
-    read_deny_list(options.deny)
+    denied = read_deny_list(options.deny)
     check_installed(run.adapter)
     launch = launched()
     if ranks := launch.local_size if launch else options.ranks:
@@ -50,11 +50,11 @@ def repeat(options: argparse.Namespace) -> int:
         described = describe(run.adapter, worker)
         if warning := interpreted(described, run.device, deadline_of(options)):
             print_error(warning)
-        versions, defects = described.versions, known.of(run.adapter).on(described.device)
+        versions, defects = described.versions, known.of(run.adapter, denied=denied).on(described.device)
         outcome = ask(run, worker, store, defects=defects.deny_list)
         issue = ""
         if options.upstream and outcome.verdict is Verdict.BROKEN:
-            issue = upstream.issue(run, outcome, worker, store, described.versions, options.path)
+            issue = upstream.issue(run, outcome, worker, store, described.versions, options.path, defects.deny_list)
         code = {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
         tell_ranks(workers, code)
     store.close()

@@ -25,7 +25,7 @@ Table = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ProjectSettings:
     """The settings of a project for one job: `values` by the attribute that the option sets. `job` is "" without one."""
 
     file: str
@@ -71,7 +71,7 @@ def parse(top: OptionParser, arguments: Sequence[str] | None = None) -> argparse
     return options
 
 
-def find(folder: str, job: str | None, check: OptionParser) -> Settings | None:
+def find(folder: str, job: str | None, check: OptionParser) -> ProjectSettings | None:
     """The settings of the nearest pyproject.toml from a folder upwards. None if there is none, or if it has no table of ours."""
     while not os.path.isfile(file := os.path.join(folder, FILE)):
         if folder == (folder := os.path.dirname(folder)):
@@ -79,7 +79,7 @@ def find(folder: str, job: str | None, check: OptionParser) -> Settings | None:
     return read(file, job, check)
 
 
-def read(file: str, job: str | None, check: OptionParser) -> Settings | None:
+def read(file: str, job: str | None, check: OptionParser) -> ProjectSettings | None:
     """The settings of a file, for a job or for none. None if it has no table of ours. Other jobs are read too."""
     import tomllib  # only a check needs it
 
@@ -104,7 +104,7 @@ def read(file: str, job: str | None, check: OptionParser) -> Settings | None:
     if job and job not in named:
         raise ValueError(f"{file}: {unknown(JOB, job, named) if named else f'--job {job}: there are no jobs'}")
     values = {**base, **named.get(job or "", {})}
-    return Settings(file, job or "", tuple(values.pop(ADAPTERS, ())), values)
+    return ProjectSettings(file, job or "", tuple(values.pop(ADAPTERS, ())), values)
 
 
 def _values(place: str, check: OptionParser, table: Table, file: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _place(folder: str, word: str) -> str:
     return word if os.path.isabs(word) else os.path.relpath(os.path.join(folder, word))
 
 
-def _checked(settings: Settings) -> list[str]:
+def _checked(settings: ProjectSettings) -> list[str]:
     """The adapters of settings. ValueError if one of them is unknown, or its file is not there."""
     for spec in settings.adapters:
         try:

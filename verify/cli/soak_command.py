@@ -35,7 +35,7 @@ def soak_all(options: argparse.Namespace) -> int:
         check_installed(spec)
         known.of(spec, options.known)
     asked, place = chosen_laws(options), {spec: device_of(options.device) for spec in options.adapter}
-    read_deny_list(options.deny)
+    denied = read_deny_list(options.deny)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
     store, examples = stored(options, out)
@@ -68,6 +68,7 @@ def soak_all(options: argparse.Namespace) -> int:
             products=options.products,
             tune=options.tune or "",
             known=options.known,
+            denied=denied,
             on_round=begun,
             on_case=on_case,
             on_report=ended,

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import TextIO
 
 from verify.adapters.packages import installed
@@ -18,7 +19,9 @@ from verify.findings.store import Store
 from verify.gpu import policies
 
 
-def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: TextIO) -> int:
+def sweep(
+    options: argparse.Namespace, spec: str, denied: Sequence[policies.Denied], device: str, seed: int, store: Store, out: TextIO
+) -> int:
     """Sweep every configuration of every kernel and write the deny-list. Returns the exit code."""
     count = options.workers or max(1, compilers_of(device))
     workers = started(device, count, deadline_of(options))
@@ -37,14 +40,14 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
             seed=seed,
             device=device,
             products=products,
-            defects=known.of(spec, options.known).on(described.device),
+            defects=known.of(spec, options.known, denied).on(described.device),
             on_run=lambda done, of: on_case("sweep", done, of),
         )
         swept = sweep.run()
         for line in swept.lines():
             print_line(line, out)
         place = described.device or "interpreter", installed("triton") or "none"
-        wrong = [denied for fault in swept.faults for denied in fault.denied(*place)]
+        wrong = [entry for fault in swept.faults for entry in fault.denied(*place)]
         total = sum(map(len, swept.ran.values()))
         line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
         line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"

@@ -12,7 +12,7 @@ from verify.adapters.registry import AdapterError
 from verify.cli import terminal
 from verify.cli.across_command import drawn, places_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of, device_of, read_deny_list
+from verify.cli.hosts import deadline_of, device_of
 from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
 from verify.engine.across import Site, SiteWorkers
@@ -20,7 +20,7 @@ from verify.engine.asking import describe
 from verify.engine.twin.cases import cases_of, comparable, declared_for
 from verify.engine.twin.causes import SIDES
 from verify.engine.twin.measures import VOCABULARY, Drift, stretches
-from verify.engine.twin.pairs import EXPLAINS, Answer, Side, Twins, run_of, shared_promises, twins
+from verify.engine.twin.pairs import EXPLAINS, Relation, Side, Twins, run_of, shared_promises, twins
 from verify.execution.twins import EXPLAINED
 from verify.findings.store import Store
 from verify.findings.text_table import text_table
@@ -30,12 +30,11 @@ TOKENS = {"quick": 1024, "interpreted": 192, "slow": 64}  # on a CPU, by what a 
 ON_GPU = 4096
 PROBED = 16  # tokens of a call that shows where modules come from; as 4096, a multiple of 16, for which Triton compiles anew
 VISIBLE = 0.005  # a smaller share is printed as a dash
-CODES = {Answer.SAME: HOLDS, Answer.ROUNDING: HOLDS, Answer.WRONG: BROKEN, Answer.UNDECIDED: UNDECIDED}
+CODES = {Relation.SAME: HOLDS, Relation.ROUNDING: HOLDS, Relation.WRONG: BROKEN, Relation.UNDECIDED: UNDECIDED}
 
 
 def twin(options: argparse.Namespace) -> int:
     """Compare two implementations and print what was found. Returns the exit code."""
-    read_deny_list(None)
     device, store, specs = device_of(options.device), Store(), (options.trainer, options.server)
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)

@@ -12,6 +12,7 @@ import tempfile
 from verify.engine.asking import ask
 from verify.execution.line import Run
 from verify.execution.refusals import FROM_US
+from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.messages import Failure, Reproduce, Script, read
 from verify.process.outcome import FailureKind, Outcome, Verdict
@@ -56,11 +57,13 @@ SHOWN = """The script ends with exit status 1 while the defect is there.
 ```"""
 
 
-def issue(run: Run, outcome: Outcome, worker: Answering, store: Store, versions: str, folder: str | None) -> str:
+def issue(
+    run: Run, outcome: Outcome, worker: Answering, store: Store, versions: str, folder: str | None, defects: KnownDefects
+) -> str:
     """The text of an issue in Markdown about a broken run. Its script has been run here, and shows the defect."""
-    run, outcome = _of_one_call(run, outcome, worker, store)
+    run, outcome = _of_one_call(run, outcome, worker, store, defects)
     finding, case = outcome.findings[0], run.example.case
-    script, told = _that_shows(run, outcome, worker, folder)
+    script, told = _that_shows(run, outcome, worker, folder, defects)
     particulars = [f"- where: {finding.worst}"] if finding.worst else []
     if finding.got:
         got, want = ([float(f"{number:.6g}") for number in numbers] for numbers in (finding.got, finding.want))
@@ -83,13 +86,13 @@ def issue(run: Run, outcome: Outcome, worker: Answering, store: Store, versions:
     )
 
 
-def _of_one_call(run: Run, outcome: Outcome, worker: Answering, store: Store) -> tuple[Run, Outcome]:
+def _of_one_call(run: Run, outcome: Outcome, worker: Answering, store: Store, defects: KnownDefects) -> tuple[Run, Outcome]:
     """The same case under the law `oracle`, which is about a single call, if that is broken too."""
     example = dataclasses.replace(run.example, at=None, variant=None)
     with contextlib.suppress(ValueError, KeyError):
         alone = Run.parse(str(dataclasses.replace(run, law="oracle", example=example)))
         if run.law != "oracle" and not is_harmful(outcome):
-            found = ask(alone, worker, store)
+            found = ask(alone, worker, store, defects=defects)
             return (alone, found) if found.verdict is Verdict.BROKEN else (run, outcome)
     return run, outcome
 
@@ -100,7 +103,7 @@ def is_harmful(outcome: Outcome) -> bool:
     return outcome.spent or memory or any(finding.kind in HARMFUL for finding in outcome.findings)
 
 
-def _that_shows(run: Run, outcome: Outcome, worker: Answering, folder: str | None) -> tuple[Script, str]:
+def _that_shows(run: Run, outcome: Outcome, worker: Answering, folder: str | None, defects: KnownDefects) -> tuple[Script, str]:
     """A script that shows the first finding, and what it printed here; or why there is none."""
     finding = outcome.findings[0]
     if is_harmful(outcome):
@@ -110,7 +113,7 @@ def _that_shows(run: Run, outcome: Outcome, worker: Answering, folder: str | Non
     reasons = []
     for most in (WRITTEN, DRAWN, MOST):
         try:
-            script = read(Script, worker.ask(Reproduce(str(run), finding.to_json(), most)))
+            script = read(Script, worker.ask(Reproduce(str(run), finding.to_json(), most, denied=defects.denied)))
         except WorkerLost as lost:
             return Script(reason=f"There is no script: the call {lost.how}."), ""
         if isinstance(script, Failure) or not script.text:

@@ -22,7 +22,6 @@ from verify.adapters.registry import AdapterError
 from verify.engine.compile_plan import has_keys
 from verify.engine.drawing import seeded
 from verify.execution.line import Run
-from verify.execution.shared_bounds import LAW as POOLS
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -169,11 +168,11 @@ def _probes(described: Described) -> list[Run]:
     """Runs of a few cases, those with about PROBE_TOKENS tokens first; none if the law's cases cannot be drawn."""
     examples = list[Example]()
     book = book_of(described.domain)
-    law = "oracle" if "oracle" in book.laws else next(iter(book.laws))
+    law = book.base or next(iter(book.laws.values()))
     with contextlib.suppress(Exception):  # the check of the law says why its cases cannot be drawn
-        seeded(book.laws[law].draw(described.domain), 0, PROBES, examples.append)
+        seeded(law.draw(described.domain), 0, PROBES, examples.append)
     examples.sort(key=lambda example: (abs(example.case.tokens - PROBE_TOKENS), str(example)))
-    return [Run(law, described.spec, example) for example in examples]
+    return [Run(law.name, described.spec, example) for example in examples]
 
 
 def _last_line(text: str) -> str:
@@ -190,7 +189,7 @@ def ask(
     UNKNOWN. Pass the `defects` that are to explain the outcome: the judge does not measure every error of a broken output, but
     those that they would not explain. Configurations on their deny-list are left out of the run's draw.
     """
-    question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run))
+    question = RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run), denied=defects.denied)
     return ask_line(question, worker, store, *_deadline(run, worker))
 
 
@@ -260,7 +259,8 @@ def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: Known
         lines = [str(run) for run in runs]
         store.begin("\n".join(lines))
         try:
-            question = RunMany(lines, excused if any(excused) else [], left_out if any(left_out) else [])
+            pairs = left_out if any(left_out) else []
+            question = RunMany(lines, excused if any(excused) else [], pairs, denied=defects.denied)
             answer = read(Outcomes, worker.ask(question))
             outcomes = answer.outcomes if isinstance(answer, Outcomes) else []
         except WorkerLost:
@@ -285,7 +285,7 @@ def most_at_once(law: Law, worker: Answering, device: str) -> int:
         return BATCH if law.kind == "exact" else truths
     if device == "cpu" or PATH_LAWS.get(law.name) is law:
         return 1
-    return POOLED if law.name == POOLS else BATCH
+    return POOLED if law.base else BATCH
 
 
 def of_one_key(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:

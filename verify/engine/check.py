@@ -14,9 +14,10 @@ from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Described, ask, describe, interpreted, started, with_sizes
 from verify.engine.compile_plan import Plan, in_order
 from verify.engine.compilers import COMPILE_S, Compiler, Compilers, OfRanks
-from verify.engine.law_check import Common, LawCheck, Settings
+from verify.engine.law_check import LawCheck
 from verify.engine.outside import ask_outside
 from verify.engine.power import by_power
+from verify.engine.state import CheckState, Settings
 from verify.engine.under_tags import add_tags
 from verify.execution.line import Run
 from verify.findings import known
@@ -66,7 +67,7 @@ class Check:
         self.cases: list[Any] = []
         self.described: Described | None = None
         self._warning: str | None = None
-        defects = known.of(settings.adapter, settings.known) if defects is None else defects
+        defects = known.of(settings.adapter, settings.known, settings.denied) if defects is None else defects
         self.defects = defects if isinstance(defects, KnownDefects) else KnownDefects(defects)
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
@@ -140,14 +141,14 @@ class Check:
         with contextlib.suppress(WorkerLost):  # its first case tells
             worker.ask(Describe(self.settings.adapter))
 
-    def _prepared(self) -> Common:
+    def _prepared(self) -> CheckState:
         """What the laws share: the sizes of the cases, and a plan if kernels are compiled. Puts the laws in order."""
         settings = self.settings
         self.described = described = with_sizes(self.describe(), settings.device, large=settings.profile.large)
         domain = described.domain
         if self.laws is None:
             self.laws = book_of(domain).about(domain.operation)
-        common = Common(
+        state = CheckState(
             settings,
             described,
             self.store,
@@ -161,25 +162,26 @@ class Check:
             self.laws = by_power(book_of(domain), self.laws)
         if settings.device != "cpu" or described.compiles:
             self.laws = in_order(self.laws)
-            common.plan = self._plan = self._planned(common)
-        return common
+            state.plan = self._plan = self._planned(state)
+        return state
 
     def drawn(self) -> Iterator[tuple[str, list[Run], int]]:
         """For each law its name, the runs that no outcome decides, and how many further ones are climbed for. No case is run."""
-        common = self._prepared()
+        state = self._prepared()
+        laws_of = book_of(state.described.domain).laws
         for law in self.laws or ():
-            runs = LawCheck(common, law, self.workers[0]).lines()
-            drawn = self.settings.drawn(book_of(common.described.domain).laws[law]) if runs else 0
-            yield law, runs, self.settings.profile.examples_of(law) - drawn if runs else 0
+            runs = LawCheck(state, law, self.workers[0]).lines()
+            drawn = self.settings.drawn(laws_of[law]) if runs else 0
+            yield law, runs, self.settings.profile.examples_of(laws_of[law]) - drawn if runs else 0
 
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
         self.warning()
-        settings, common = self.settings, self._prepared()
-        self.share_gpus(common.described.domain)
+        settings, state = self.settings, self._prepared()
+        self.share_gpus(state.described.domain)
         assert self.laws is not None
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
-        futures = [pool.submit(self._one, common, law) for law in self.laws if law not in settings.skip]
+        futures = [pool.submit(self._one, state, law) for law in self.laws if law not in settings.skip]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
 
         def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
@@ -215,10 +217,10 @@ class Check:
         """
         described, worker = self.describe(), self.workers[0]
         settings = self.settings
-        common = Common(settings, described, self.store, self.defects, None, self._stopped, self.on_case)
+        state = CheckState(settings, described, self.store, self.defects, None, self._stopped, self.on_case)
         few = settings.device != "cpu" or described.compiles
         ask_one = functools.partial(ask, worker=worker, store=self.store, defects=self.defects.deny_list)
-        return ask_outside(what, described.domain, settings.seed, common.run_of, ask_one, of_one_key=few)
+        return ask_outside(what, described.domain, settings.seed, state.run_of, ask_one, of_one_key=few)
 
     def _report(self, report: LawReport) -> None:
         self.reports.append(report)
@@ -237,9 +239,9 @@ class Check:
         for law in waiting:
             self._report(law.report if law.report.same_as else _decided(law, law.explain))
 
-    def _planned(self, common: Common) -> Plan:
+    def _planned(self, state: CheckState) -> Plan:
         """The plan of a check whose kernels are compiled: its examples, and on a GPU their compilation while others run."""
-        settings, described = common.settings, common.described
+        settings, described = state.settings, state.described
         domain = described.domain
         laws_of = book_of(domain).laws
         laws = [law for law in self.laws or () if law in laws_of]  # skipped laws too: the palette's keys depend on all
@@ -252,7 +254,7 @@ class Check:
             laws,
             settings.seed,
             examples_of,
-            common.run_of,
+            state.run_of,
             self._compilers,
             adapter=settings.adapter,
             device=settings.device,
@@ -265,16 +267,16 @@ class Check:
         """The report of a law, with what the law `tags` says where a trace broke the law `session`."""
         report = law.run()
         if not law.waits:
-            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store))
+            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store, defects=self.defects.deny_list))
         return report
 
-    def _one(self, common: Common, law: str) -> LawReport | None:
+    def _one(self, state: CheckState, law: str) -> LawReport | None:
         with self._lock:
             worker = self._free.pop()
         try:
-            if common.closed:
+            if state.closed:
                 return None
-            law_check = LawCheck(common, law, worker)
+            law_check = LawCheck(state, law, worker)
             report = _decided(law_check, lambda: self._report_of(law_check, worker))
             if law_check.waits:
                 with self._lock:

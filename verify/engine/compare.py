@@ -28,7 +28,7 @@ STEPS = tuple(2.0**power for power in range(-6, 1))  # of a distribution of erro
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class BeforeAfter:
     """A case in both versions, and what changed. `run` is its line in the new version.
 
     `ratios` has for each output of a case that holds in both the two errors, as multiples of the tolerance.
@@ -92,7 +92,7 @@ class Differences:
     - `timings`: on a GPU; `untimed` says why there are none
     """
 
-    pairs: list[Pair]
+    pairs: list[BeforeAfter]
     errors: list[Errors]
     bits: dict[str, list[str]]
     unsteady: list[str]
@@ -103,15 +103,15 @@ class Differences:
     timings: list[Timing] = dataclasses.field(default_factory=list)
     untimed: str = "not measured on a CPU"
 
-    def of(self, change: str) -> list[Pair]:
+    def of(self, change: str) -> list[BeforeAfter]:
         """The lines of one change, the shortest first."""
         return sorted(
             (pair for pair in self.pairs if pair.change == change), key=lambda pair: (pair.run.example.case.tokens, str(pair.run))
         )
 
-    def laws(self) -> dict[str, tuple[str, list[Pair]]]:
+    def laws(self) -> dict[str, tuple[str, list[BeforeAfter]]]:
         """For each law what changed, and its lines."""
-        lines: dict[str, list[Pair]] = {}
+        lines: dict[str, list[BeforeAfter]] = {}
         for pair in self.pairs:
             lines.setdefault(pair.run.law, []).append(pair)
         return {law: (min((pair.change for pair in pairs), key=CHANGES.index), pairs) for law, pairs in lines.items()}
@@ -145,7 +145,7 @@ def compare(
         for number, run in enumerate(lines):
             cells.append(_confirmed(one, run))
             tell(one.place.name, number + 1, len(runs))
-        for number in [number for number, run in enumerate(lines) if run.law == "oracle"][:OTHER_BITS]:
+        for number in [number for number, run in enumerate(lines) if run.the_law.base][:OTHER_BITS]:
             outcome = one.outcomes.get(lines[number])
             if cells[number].verdict != NOT and outcome and not outcome.lost and (call := _called(one, lines[number])):
                 bits[number] = call
@@ -157,7 +157,7 @@ def compare(
     for (older, newer), was, now in zip(runs, old, new, strict=True):
         outcomes = before.outcomes.get(older), after.outcomes.get(newer)
         change = change_of((was, outcomes[0]), (now, outcomes[1]))
-        pairs.append(Pair(newer, was, now, change, _ratios(newer, *outcomes)))
+        pairs.append(BeforeAfter(newer, was, now, change, _ratios(newer, *outcomes)))
     both = [number for number in old_bits if number in new_bits]
     signatures = [_signatures(one) for one in placed]
     parameters = parameter_changes(*signatures) if all(signatures) else [("the function under test was not seen", list[str]())]
@@ -202,10 +202,12 @@ def change_of(old: tuple[SiteVerdict, Outcome | None], new: tuple[SiteVerdict, O
 
 
 def suited(run: Run, domain: Any) -> Run:
-    """A run with choices and options that a domain has. They change how numbers are computed, and not which are right."""
+    """A run with choices and options that a domain has, if there is one. They do not change which numbers are right."""
+    if domain is None:
+        return run
     case = run.example.case
-    other = {name: values[0] for name, values in getattr(domain, "choices", ()) if getattr(case, name) not in values}
-    if hasattr(case, "options") and hasattr(domain, "options"):
+    other = {name: values[0] for name, values in domain.choices if getattr(case, name) not in values}
+    if "options" in case.WORDS:
         known = dict(domain.options)
         other["options"] = text_of_values({name: x for name, x in values_of(case.options).items() if x in known.get(name, ())})
     return dataclasses.replace(run, example=dataclasses.replace(run.example, case=dataclasses.replace(case, **other)))
@@ -217,7 +219,7 @@ def _ratios(run: Run, old: Outcome | None, new: Outcome | None) -> dict[str, tup
     return {name: (ratio, new.ratios[name]) for name, ratio in old.ratios.items() if ratio > 0 and new.ratios.get(name, 0) > 0}
 
 
-def errors_of(pairs: Iterable[Pair]) -> list[Errors]:
+def errors_of(pairs: Iterable[BeforeAfter]) -> list[Errors]:
     """The errors of each output."""
     found: dict[str, list[tuple[float, float, str]]] = {}
     for pair in pairs:
@@ -322,7 +324,7 @@ def _refuses(did: str) -> bool:
 
 def timed(comparison: Differences, runs: Sequence[tuple[Run, Run]], make: Callable[[int], SiteWorkers]) -> None:
     """Time the longest cases that hold in both versions, on a GPU, in new processes that take turns. Triton tunes their kernels."""
-    held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.law == "oracle"][-TIMED:]
+    held = [pair.run for pair in comparison.of(BOTH[HOLDS]) if pair.run.the_law.base][-TIMED:]
     comparison.untimed = "no line could be measured"
     with make(0) as old, make(1) as new:
         for run in [[dataclasses.replace(run, tune="native") for run in pair] for pair in runs if pair[1] in held]:

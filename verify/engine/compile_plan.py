@@ -21,7 +21,7 @@ from properties.paths.domain import PathDomain, compiles, form_of, with_forms
 from properties.rules.domain import Domain
 from properties.words.example import Example
 from properties.words.sizes import with_drawing
-from verify.engine.compilers import Compiled, Compiler, Need
+from verify.engine.compilers import Compiler, Need, Pending
 from verify.engine.drawing import Enough, of_law
 from verify.engine.shard import WHOLE, Shard
 from verify.execution.line import Run
@@ -40,7 +40,7 @@ class Planned:
     """A law's examples, in order, and for each compile key and variant its compilation. `drawn`: those of other shards too."""
 
     examples: list[Example]
-    compiled: dict[Any, Compiled]
+    compiled: dict[Any, Pending]
     drawn: list[Example] = dataclasses.field(default_factory=list)
 
     def wait(self, example: Example) -> None:
@@ -127,11 +127,12 @@ class Plan:
             planned.compiled |= {} if compilation is None else {key: compilation}
         return planned
 
-    def _prepare(self, run: Run) -> Compiled | None:
+    def _prepare(self, run: Run) -> Pending | None:
         left_out = self._defects.left_out(run)
         words = (run.law, run.products, run.tune, _key(run.example), *left_out)
         shared = not is_timed(run.tune)  # Triton's timing would be wrong beside others, and launches kernels
-        return self._compilers.prepare(Compile(str(run), left_out), _family(run.example.case), *words, shared=shared)
+        question = Compile(str(run), left_out, denied=self._defects.denied)
+        return self._compilers.prepare(question, _family(run.example.case), *words, shared=shared)
 
     def await_known(self, run: Run) -> None:
         """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""

@@ -48,7 +48,7 @@ class Compilation:
         self._done.set()
 
 
-class Compiled(Protocol):
+class Pending(Protocol):
     """What a worker can wait for: a `Compilation`, or those of all ranks."""
 
     need: Need
@@ -59,7 +59,7 @@ class Compiled(Protocol):
 class Compiler(Protocol):
     """What a plan asks to compile: `Compilers`, or those of all ranks."""
 
-    def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Compiled | None: ...
+    def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Pending | None: ...
     def close(self) -> None: ...
     def versions(self, words: str) -> None: ...
 

@@ -14,7 +14,6 @@ from properties.laws.law import Law
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain
 from properties.pools.case import PoolCase
-from properties.pools.domain import PoolDomain
 from properties.rules.case import Case, overflows
 from properties.rules.domain import Domain
 from properties.rules.numbers import NORM_EPS
@@ -26,7 +25,7 @@ from verify.engine.asking import Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
 from verify.engine.shrink import DATA, Shrunk, between, one_step, other_numbers, restored, shrink
 from verify.execution.line import Run
-from verify.findings.known import KnownDefects
+from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
@@ -59,6 +58,7 @@ def would_hold(
     store: Store,
     more: Callable[[], bool] = lambda: True,
     others: Callable[[], Sequence[Run]] = list,
+    defects: KnownDefects = NO_DEFECTS,
 ) -> list[str]:
     """Declarations, as text such as "folds = True", each of which alone would bring all these broken runs within their tolerance.
 
@@ -70,12 +70,13 @@ def would_hold(
     """
 
     def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
-        return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
+        return all(more() and ask(run, worker, store, declared, defects).verdict is verdict for run in asked)
 
-    def none_broken(asked: Sequence[Run], way: Way) -> bool:
+    def none_broken(asked: Sequence[Run], way: Declaration) -> bool:
         """Whether no run is broken with the declaration. A declaration of products is a word of the run itself."""
         return all(
-            more() and ask(way.drawn(way.of(run)), worker, store, way.declared).verdict is not Verdict.BROKEN for run in asked
+            more() and ask(way.drawn(way.of(run)), worker, store, way.declared, defects).verdict is not Verdict.BROKEN
+            for run in asked
         )
 
     hold = [way for way in _ways(described, runs) if all_verdicts(Verdict.HOLDS, [way.of(run) for run in runs], way.declared)]
@@ -96,7 +97,7 @@ def _normed(example: Example) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Declaration:
     """Something that an adapter might declare: in words, as attributes of the adapter, and as words of a run or of its case."""
 
     words: str
@@ -119,36 +120,36 @@ class Way:
         return dataclasses.replace(run, products=self.products) if self.products else run
 
 
-def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
+def _ways(described: Described, runs: Sequence[Run]) -> list[Declaration]:
     """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG, and other norms if runs have one."""
-    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    domain = described.domain.of_call
     has_norm = isinstance(domain, LayerDomain | TraceDomain) or (isinstance(domain, Domain) and domain.qk_norm)
     normed = has_norm and all(_normed(run.example) for run in runs)
     return [*(_norms(domain) if normed else ()), *_roundings(described, runs)]  # the more specific first, as the report has them
 
 
-def _norms(domain: Any) -> Iterator[Way]:
+def _norms(domain: Any) -> Iterator[Declaration]:
     """The norms of q and k that the domain does not have."""
     for form, eps in itertools.product(NORM_FORMS, NORM_EPS):
         if form not in domain.qk_norm_forms or eps not in domain.qk_norm_eps:
             words = [f"qk_norm_eps = {(eps,)}"] * ((eps,) != domain.qk_norm_eps)
             words += [f"qk_norm_forms = {(form,)}"] * ((form,) != domain.qk_norm_forms)
-            yield Way(f"{' and '.join(words)} in its domain", {"qk_norm_eps": eps, "qk_norm_form": form}, norm=True)
+            yield Declaration(f"{' and '.join(words)} in its domain", {"qk_norm_eps": eps, "qk_norm_form": form}, norm=True)
 
 
-def _roundings(described: Described, runs: Sequence[Run]) -> list[Way]:
+def _roundings(described: Described, runs: Sequence[Run]) -> list[Declaration]:
     if described.algorithm == "chunkwise":
-        ways = [Way("folds = True", {"folds": True})] if described.domain.operation not in ("kda", "delta_rule") else []
-        ways.append(Way("chunk = None", {"chunk": None}))
+        ways = [Declaration("folds = True", {"folds": True})] if described.domain.operation not in ("kda", "delta_rule") else []
+        ways.append(Declaration("chunk = None", {"chunk": None}))
         longest = max((length for run in runs for length in getattr(run.example.case, "lengths", ())), default=0)
-        ways += [Way(f"chunk = {chunk}", {"chunk": chunk}) for chunk in LONG_CHUNKS if longest > LONG]
+        ways += [Declaration(f"chunk = {chunk}", {"chunk": chunk}) for chunk in LONG_CHUNKS if longest > LONG]
         if described.products == "ieee" and all(run.device != "cpu" for run in runs):
-            ways.append(Way("products = 'tf32'", products="tf32"))
+            ways.append(Declaration("products = 'tf32'", products="tf32"))
         return ways
     if described.algorithm == "recurrent":
-        return [Way("stores = True", {"stores": True}), Way("algorithm = 'chunkwise'", {"algorithm": "chunkwise"})]
+        return [Declaration("stores = True", {"stores": True}), Declaration("algorithm = 'chunkwise'", {"algorithm": "chunkwise"})]
     if described.domain.operation == "causal_conv1d" and not described.domain.backward:
-        return [Way("rounds_products = True", {"rounds_products": True})]
+        return [Declaration("rounds_products = True", {"rounds_products": True})]
     return []
 
 
@@ -177,13 +178,14 @@ def would_hold_within(
     store: Store,
     more: Callable[[], bool] = lambda: True,
     others: Callable[[], Sequence[Run]] = list,
+    defects: KnownDefects = NO_DEFECTS,
 ) -> list[str]:
     """Limits of the domain, as text such as "nothing = False", each of which alone would exclude all these broken runs.
 
     The same runs as the limit allows them must hold, and of the runs that `others()` returns none that the limit allows may be
     broken. Only the adapter's author knows whether the limit is meant.
     """
-    domain = described.domain.rule if isinstance(described.domain, PoolDomain) else described.domain
+    domain = described.domain.of_call
     raised = outcome.kind is FailureKind.RAISED
     known = _limits(domain, pool=domain is not described.domain) if isinstance(domain, Domain) else ()
     limits = [limit for limit in known if raised or not limit.raised]
@@ -193,7 +195,7 @@ def would_hold_within(
 
     def verdicts(asked: Sequence[Run], limit: Limit) -> list[Verdict]:
         declared = {"domain": limit.fields} if limit.fields else {}
-        return [ask(run, worker, store, declared).verdict if more() else Verdict.UNKNOWN for run in asked]
+        return [ask(run, worker, store, declared, defects).verdict if more() else Verdict.UNKNOWN for run in asked]
 
     def holds(limit: Limit) -> bool:
         asked = [

@@ -3,30 +3,23 @@
 import dataclasses
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
 from properties.laws.history import AT_ONCE
 from properties.laws.law import Law
 from properties.words.example import Example
-from verify.engine.asking import Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
-from verify.engine.climb import climb, climbed
-from verify.engine.compile_plan import Plan
+from verify.engine.asking import ask, ask_afresh, ask_all, most_at_once, of_one_key
+from verify.engine.climb import climb
 from verify.engine.drawing import Look, batches, of_law, seeded
 from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold, would_hold_within
-from verify.engine.profiles import PROFILES, Profile
-from verify.engine.shard import WHOLE, Shard
 from verify.engine.shrink import similar, with_ordinary_numbers
+from verify.engine.state import CheckState
 from verify.execution.judging import faulted
 from verify.execution.line import Run
-from verify.findings.known import KnownDefects
 from verify.findings.law_report import ENOUGH, LawReport, overall
-from verify.findings.regressions import Examples
-from verify.findings.store import Store
 from verify.gpu import policies
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
@@ -40,111 +33,11 @@ SAMPLE = 2  # lines that hold are in the report of a law, so that a certificate 
 REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of a check.
-
-    - `laws`: names of laws; None means all laws about the adapter's operation. Laws in `skip` are left out.
-    - `products`: how the implementation multiplies float32 matrices; None means what the adapter declares.
-    - `climbs`: whether half of the cases are climbed for; None means what the profile says.
-    - `deadline_s`: seconds after which a case counts as a hang.
-    - `compilers`: how many processes compile kernels ahead; for a path on so many `ranks`, each stands in for one of them.
-    - `until`: a time of time.monotonic() after which no case begins.
-    - `under`: options that `repeat` needs besides a line to see what this check saw.
-    - `known`: files of known defects, besides ours and the one beside the adapter's file.
-    - `shard`: which lines are run; those of the other shards are drawn alone.
-    - `given`: the examples of each law, in place of those that the seed draws.
-    - `engine_workers`, `gpu_workers`: the least number of workers on GPUs, if the check starts its own: for a serving engine, and
-      for everything else.
-    """
-
-    adapter: str
-    laws: Sequence[str] | None = None
-    profile: Profile = PROFILES["quick"]
-    seed: int = 0
-    device: str = "cpu"
-    tune: str = ""
-    products: str | None = None
-    climbs: bool | None = None
-    stop_at_first: bool = False
-    deadline_s: float = 120.0
-    compilers: int = 0
-    ranks: int = 0
-    skip: Collection[str] = ()
-    until: float = math.inf
-    under: str = ""
-    known: Sequence[str] = ()
-    engine_workers: int = 0
-    gpu_workers: int = 0
-    shard: Shard = WHOLE
-    given: Mapping[str, Sequence[Example]] | None = None
-
-    def examples_of(self, law: str) -> int:
-        """How many examples a law has, in all shards together."""
-        return self.profile.examples_of(law) if self.given is None else len(self.given.get(law, ()))
-
-    def drawn(self, law: Law) -> int:
-        """How many of a law's examples are drawn; the rest is climbed for."""
-        examples = self.examples_of(law.name)
-        climbs = self.profile.climbs if self.climbs is None else self.climbs
-        return examples - (climbed(examples, law.kind) if climbs and self.given is None else 0)
-
-
-@dataclasses.dataclass
-class Common:
-    """What all laws of a check share. `on_case(law, done, of)` is called from any thread; `cases` are the cases run so far.
-
-    `answered` is set once a case was more than a call that failed. `first` has the name of the first broken law of a check that
-    stops at it.
-    """
-
-    settings: Settings
-    described: Described
-    store: Store
-    defects: KnownDefects
-    examples: Examples | None
-    stopped: threading.Event
-    on_case: Callable[[str, int, int], None]
-    plan: Plan | None = None
-    cases: list[Any] = dataclasses.field(default_factory=list)
-    answered: threading.Event = dataclasses.field(default_factory=threading.Event)
-    first: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        """Whether the check was stopped or its time is up."""
-        return self.stopped.is_set() or time.monotonic() >= self.settings.until
-
-    @property
-    def closed(self) -> bool:
-        """Whether no case may begin any more."""
-        return self.over or bool(self.first)
-
-    def may_report(self, law: str) -> bool:
-        """Whether a broken law may be shrunk and reported: any law, or the first one if the check stops at that."""
-        if self.settings.stop_at_first:
-            self.first.append(law)  # one step for Python, so that two threads never both come first
-        return not self.first or self.first[0] == law
-
-    def products_of(self, example: Example) -> str:
-        """How the implementation multiplies float32 matrices in an example: "ieee" or "tf32"."""
-        return self.settings.products or self.described.products_of(example, self.settings.device)
-
-    def run_of(self, law: str, example: Example) -> Run:
-        """The run of a law's case."""
-        settings = self.settings
-        return Run(law, settings.adapter, example, self.products_of(example), settings.device, settings.tune)
-
-    def owns(self, law: str, example: Example) -> bool:
-        """Whether a law's example is run here, and not in another shard."""
-        return self.settings.shard.owns(self.run_of(law, example).everywhere)
-
-
 class LawCheck:
     """The check of one law. One worker runs all its cases."""
 
-    def __init__(self, common: Common, name: str, worker: Answering) -> None:
-        self._common, self._name, self._worker = common, name, worker
+    def __init__(self, state: CheckState, name: str, worker: Answering) -> None:
+        self._state, self._name, self._worker = state, name, worker
         self._done = 0
         self._scores: dict[Example, float] = {}
         self._blind: set[Example] = set()
@@ -154,24 +47,24 @@ class LawCheck:
         self.waits = False  # the call failed in the first case, as it did in every case of the check so far: not explained yet
         self._drawn: list[Example] = []  # in their order, those of other shards too
         self._faults: list[str] = []  # faults of the last cases, if gdn-verify failed in the same way each time
-        settings = common.settings
+        settings = state.settings
         self.report = LawReport(
             name,
             settings.adapter,
             Verdict.UNKNOWN,
             seed=settings.seed,
-            versions=common.described.versions,
+            versions=state.described.versions,
             under=settings.under,
         )
 
     def run(self) -> LawReport:
         """Check the law and return its report."""
-        report, domain, start, worker = self.report, self._common.described.domain, time.monotonic(), self._worker
+        report, domain, start, worker = self.report, self._state.described.domain, time.monotonic(), self._worker
         started, start_s = worker.started, worker.start_s
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
-            report.kind, report.says, report.planned = law.kind, law.says, -(-self._examples // self._common.settings.shard.count)
+            report.kind, report.says, report.planned = law.kind, law.says, -(-self._examples // self._state.settings.shard.count)
         if law is None or reason:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
             return report
@@ -182,32 +75,32 @@ class LawCheck:
         report.wall_s = time.monotonic() - start
         report.started, report.start_s = worker.started - started, worker.start_s - start_s
         if self._broken is None:
-            report.cut_short = self._common.closed and self._done < report.planned
+            report.cut_short = self._state.closed and self._done < report.planned
             if not report.cut_short:
-                own = sum(self._common.owns(self._name, example) for example in self._drawn)
+                own = sum(self._state.owns(self._name, example) for example in self._drawn)
                 report.planned = min(own, self._done)
             report.verdict, report.reason = self._verdict()
             return report
-        if not self._common.may_report(self._name):
-            report.cut_short, report.reason = True, f"law {self._common.first[0]} was broken first"
+        if not self._state.may_report(self._name):
+            report.cut_short, report.reason = True, f"law {self._state.first[0]} was broken first"
             return report
         outcome = self._tell_broken()
-        alone = sum(report.counts.values()) == 1 and not self._common.settings.stop_at_first
+        alone = sum(report.counts.values()) == 1 and not self._state.settings.stop_at_first
         # A law whose worker was lost does not wait: after a hang, the first cases of all laws would take too long.
-        self.waits = alone and outcome.refused and not outcome.lost and not self._common.answered.is_set()
+        self.waits = alone and outcome.refused and not outcome.lost and not self._state.answered.is_set()
         return report if self.waits else self.explain()
 
     @property
     def _examples(self) -> int:
         """How many examples the law has, in all shards together."""
-        return self._common.settings.examples_of(self._name)
+        return self._state.settings.examples_of(book_of(self._state.described.domain).laws[self._name])
 
     def _verdict(self) -> tuple[Verdict, str]:
         """The verdict of a law that is not broken, and the reason if it does not hold.
 
         Whether enough cases could see is decided for all shards together, by the verb `merge`.
         """
-        report, shard = self.report, self._common.settings.shard
+        report, shard = self.report, self._state.settings.shard
         if shard.whole:
             return overall(report.counts, report.reason, report.planned)
         if not report.cut_short and not set(report.counts) - {Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED}:
@@ -232,37 +125,37 @@ class LawCheck:
         """The report of a law in which gdn-verify itself raised: undecided, or broken by a run that was found before."""
         fault, report = faulted(error), self.report
         report.fault, report.reason = report.fault or fault.fault, fault.reason
-        if report.verdict is not Verdict.BROKEN and self._broken is not None and self._common.may_report(self._name):
+        if report.verdict is not Verdict.BROKEN and self._broken is not None and self._state.may_report(self._name):
             self._tell_broken()
         report.verdict = Verdict.BROKEN if report.run else Verdict.UNKNOWN
         report.shrunk = not report.run
         return report
 
     def _ask(self, run: Run) -> Outcome:
-        return ask(run, self._worker, self._common.store, defects=self._common.defects)
+        return ask(run, self._worker, self._state.store, defects=self._state.defects)
 
     def _ask_afresh(self, run: Run) -> Outcome:
-        return ask_afresh(run, self._worker, self._common.store, self._common.defects)
+        return ask_afresh(run, self._worker, self._state.store, self._state.defects)
 
     def _run_known(self) -> None:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""
-        settings = self._common.settings
-        for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
+        settings = self._state.settings
+        for defect in self._state.defects.shown_by(settings.adapter, self._name, settings.device):
             if not settings.shard.owns(defect.run.everywhere):
                 continue
-            if self._common.plan is not None:
-                self._await(functools.partial(self._common.plan.await_known, defect.run))
+            if self._state.plan is not None:
+                self._await(functools.partial(self._state.plan.await_known, defect.run))
             outcome = self._ask(defect.run)
             still = outcome.verdict is Verdict.BROKEN
             if defect.kernel and outcome.lost:
-                self._common.defects.deny(defect)
+                self._state.defects.deny(defect)
             gone = (
                 "known defect, not shown on this processor"
                 if defect.somewhere
                 else f"known defect NO LONGER FAILS, remove it from {defect.file}"
             )
             self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
-        for defect in self._common.defects.outdated(settings.adapter, self._name):
+        for defect in self._state.defects.outdated(settings.adapter, self._name):
             versions = ", ".join(f"{name} {' or '.join(listed)}" for name, listed in defect.versions.items())
             self.report.known.append(f"known defect of {versions} alone, so not looked for ({defect.file}): {defect.reason}")
 
@@ -271,12 +164,12 @@ class LawCheck:
 
         Only a line that is still broken is counted in the report. A line that holds again is dropped from the file.
         """
-        common, settings = self._common, self._common.settings
-        for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
-            if common.closed:
+        state, settings = self._state, self._state.settings
+        for run in state.examples.of(settings.adapter, law.name, settings.device) if state.examples is not None else ():
+            if state.closed:
                 break
             # The adapter may have declared other products then.
-            if run.products != common.products_of(run.example) or not settings.shard.owns(run.everywhere):
+            if run.products != state.products_of(run.example) or not settings.shard.owns(run.everywhere):
                 continue
             outcome = self._confirmed(run, self._ask(run))
             if outcome.verdict is Verdict.BROKEN:
@@ -285,30 +178,30 @@ class LawCheck:
                 self.report.remembered = True
                 if self._ends(outcome):
                     return True
-            if outcome.verdict is Verdict.HOLDS and common.examples is not None:
-                common.examples.drop(run)
+            if outcome.verdict is Verdict.HOLDS and state.examples is not None:
+                state.examples.drop(run)
         return False
 
     def _draw(self, law: Law) -> None:
         """Draw and run cases until one is clearly broken, then climb from those with the largest errors."""
-        common, settings = self._common, self._common.settings
+        state, settings = self._state, self._state.settings
         examples, drawn = self._examples, settings.drawn(law)
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
-            runs = [common.run_of(law.name, example) for example in batch]
-            outcomes = ask_all(runs, self._worker, common.store, common.defects)
+            runs = [state.run_of(law.name, example) for example in batch]
+            outcomes = ask_all(runs, self._worker, state.store, state.defects)
             if any(self._counted(*pair) for pair in zip(runs, outcomes, strict=True)):
                 return
         if self._replace_blind(law):
             return
 
         def score(example: Example) -> float | None:
-            run = common.run_of(law.name, example)
+            run = state.run_of(law.name, example)
             return None if self._counted(run, self._ask(run)) else self._scores[example]
 
         if drawn < examples:
-            plan = common.plan
+            plan = state.plan
             same_key = plan is not None and plan.palette is not None
-            domain, seed = common.described.domain if plan is None else plan.domain, mix_words(settings.seed, law.name)
+            domain, seed = state.described.domain if plan is None else plan.domain, mix_words(settings.seed, law.name)
             climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
 
     def _replace_blind(self, law: Law) -> bool:
@@ -318,18 +211,18 @@ class LawCheck:
         times as many as the profile has examples. Each of the first cases has its own, every ENOUGH-th of them: which are run is
         the same however the check is divided into shards.
         """
-        common, counts, seed = self._common, self.report.counts, self._common.settings.seed
-        if set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND} or self._common.settings.given is not None:
+        state, counts, seed = self._state, self.report.counts, self._state.settings.seed
+        if set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND} or self._state.settings.given is not None:
             return False
         places = [place for place, example in enumerate(self._drawn[:ENOUGH]) if example in self._blind]
         if not places:
             return False
-        domain = common.described.domain
-        strategy = law.draw(domain) if common.plan is None else common.plan.strategy(law, common.plan.domain)
+        domain = state.described.domain
+        strategy = law.draw(domain) if state.plan is None else state.plan.strategy(law, state.plan.domain)
         mixed = mix_words(seed, f"{law.name} in place of blind cases")
         draw = functools.partial(seeded, strategy, mixed, REPLACEMENTS * self._examples, seen=self._drawn)
         for number, (example,) in enumerate(batches(draw, 1)):
-            place, run = number % ENOUGH, common.run_of(law.name, example)
+            place, run = number % ENOUGH, state.run_of(law.name, example)
             if place in places and self._counted(run, self._ask(run)):
                 return True
             if place in places and example not in self._blind:
@@ -340,28 +233,28 @@ class LawCheck:
 
     def lines(self) -> list[Run]:
         """The runs of the law that no outcome decides, in their order. None is run, and nothing is in `report`."""
-        common, law = self._common, book_of(self._common.described.domain).laws.get(self._name)
-        if law is None or law.needs(common.described.domain):
+        state, law = self._state, book_of(self._state.described.domain).laws.get(self._name)
+        if law is None or law.needs(state.described.domain):
             return []
-        batches_of_one = self._batches(law, common.settings.drawn(law), 1)
-        return [common.run_of(law.name, example) for batch in batches_of_one for example in batch]
+        batches_of_one = self._batches(law, state.settings.drawn(law), 1)
+        return [state.run_of(law.name, example) for batch in batches_of_one for example in batch]
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
         """The law's examples in this shard, in lists of at most `most`. With a plan, a list waits for its kernels."""
-        common = self._common
+        state = self._state
         self._drawn = []
-        if common.plan is None:
+        if state.plan is None:
 
             def draw(look: Look) -> None:
-                if (given := common.settings.given) is not None:
+                if (given := state.settings.given) is not None:
                     for example in given.get(law.name, ()):
                         self._own(look, example)
                     return
-                of_law(law, common.described.domain, common.settings.seed, examples, functools.partial(self._own, look))
+                of_law(law, state.described.domain, state.settings.seed, examples, functools.partial(self._own, look))
 
             yield from batches(draw, most)
             return
-        planned = common.plan.of(law.name)
+        planned = state.plan.of(law.name)
         self._drawn = planned.drawn
         for batch in of_one_key(planned.examples, most):
             for example in batch:
@@ -371,7 +264,7 @@ class LawCheck:
     def _own(self, look: Look, example: Example) -> None:
         """Pass on an example of this shard. What is drawn goes on being the same: the others count as drawn."""
         self._drawn.append(example)
-        if self._common.owns(self._name, example):
+        if self._state.owns(self._name, example):
             look(example)
 
     def _await(self, compiled: Callable[[], None]) -> None:
@@ -382,20 +275,20 @@ class LawCheck:
 
     def _counted(self, run: Run, outcome: Outcome) -> bool:
         """Count the outcome of a run. True if no further case of the law is needed or allowed."""
-        common = self._common
-        if common.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
+        state = self._state
+        if state.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
             return True
         outcome = self._confirmed(run, outcome)
         self._done += 1
         self._scores[run.example] = max(outcome.ratios.values(), default=0.0) if outcome.verdict is Verdict.HOLDS else 0.0
-        common.cases.append(run.example.case)
+        state.cases.append(run.example.case)
         if not outcome.refused:
-            common.answered.set()
+            state.answered.set()
         self.report.count(run, outcome)
-        for denial in common.defects.denials(run):
+        for denial in state.defects.denials(run):
             if denial.launched(outcome.tuned):
                 self.report.left_out[str(denial)] = self.report.left_out.get(str(denial), 0) + 1
-        common.on_case(self._name, self._done, max(self._done, self.report.planned))
+        state.on_case(self._name, self._done, max(self._done, self.report.planned))
         if outcome.verdict is Verdict.BLIND:
             self._blind.add(run.example)
         if outcome.verdict is Verdict.HOLDS:
@@ -406,7 +299,7 @@ class LawCheck:
         self._faults = [*same, outcome.fault] if outcome.fault else []
         if len(self._faults) == FAULTS and self._done < self.report.planned:
             self.report.reason += f"; the law ended after {FAULTS} such cases in a row"
-        return self._ends(outcome) or common.closed or len(self._faults) == FAULTS
+        return self._ends(outcome) or state.closed or len(self._faults) == FAULTS
 
     def _ends(self, outcome: Outcome) -> bool:
         """Whether the law ends with this outcome: with the first broken case, unless its error is less than CLEAR tolerances.
@@ -425,7 +318,7 @@ class LawCheck:
         ran = {
             kernel: texts
             for kernel, texts in outcome.tuned.items()
-            if any(denial.launched([kernel]) for denial in self._common.defects.denials(run))
+            if any(denial.launched([kernel]) for denial in self._state.defects.denials(run))
         }
         if ran and run.tune.isdecimal():
             run = dataclasses.replace(run, tune=str(policies.repeating(ran, int(run.tune))))
@@ -444,7 +337,7 @@ class LawCheck:
         A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
         by_sanitizer = outcome.kind is FailureKind.SANITIZER
-        defect = self._common.defects.explain(run, outcome)
+        defect = self._state.defects.explain(run, outcome)
         afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process and not defect
         chances = CHANCES if afresh and run.example.variant in AT_ONCE else 1
         again = outcome.lost or by_sanitizer or afresh
@@ -458,16 +351,16 @@ class LawCheck:
         if defect:
             outcome.verdict = Verdict.KNOWN
             if defect.kernel and outcome.lost:
-                self._common.defects.deny(defect)
+                self._state.defects.deny(defect)
         return outcome
 
     def explain(self) -> LawReport:
         """Shrink the broken run and say what is known about it. Returns the report."""
         assert self._broken is not None
         run, outcome = self._broken
-        report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
-        domain = common.described.domain
-        explained = explain_repeating(run, outcome, worker, common.store, common.defects, common.stopped, domain)
+        report, state, worker, start = self.report, self._state, self._worker, time.monotonic()
+        domain = state.described.domain
+        explained = explain_repeating(run, outcome, worker, state.store, state.defects, state.stopped, domain)
         smallest, best, small, report.repeats = explained.run, explained.outcome, explained.small, explained.repeats
         report.run, report.findings, report.shrunk, report.limit = str(smallest), best.findings, small.finished, small.limit
         again = best.kind is FailureKind.OFF and report.repeats == YES
@@ -476,47 +369,47 @@ class LawCheck:
             report.ordinary = sorted({finding.port for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
-        report.resembles = [defect.title for defect in common.defects.resembling(smallest, best, small.others)]
+        report.resembles = [defect.title for defect in state.defects.resembling(smallest, best, small.others)]
         self._keep(smallest, best, "shrunk")
         refused = best.kind is FailureKind.RAISED and report.repeats == YES
         if (again or refused) and isinstance(worker, Worker):
             end = time.monotonic() + limit_s(run)
 
             def more() -> bool:
-                return not common.over and time.monotonic() < end
+                return not state.over and time.monotonic() < end
 
             others = functools.cache(functools.partial(self._others, run))
-            asked = common.described, (smallest, run)
-            rounding = would_hold(*asked, worker, common.store, more, others) if again else []
-            report.otherwise = [*would_hold_within(*asked, best, worker, common.store, more, others), *rounding]
+            asked, deny_list = (state.described, (smallest, run)), state.defects.deny_list
+            rounding = would_hold(*asked, worker, state.store, more, others, deny_list) if again else []
+            report.otherwise = [*would_hold_within(*asked, best, worker, state.store, more, others, deny_list), *rounding]
         report.shrink_s = time.monotonic() - start
         report.wall_s += report.shrink_s
         return report
 
     def _others(self, run: Run) -> list[Run]:
         """Other runs of the law: some like the found one, those with the largest errors in tolerances, perhaps the next ones."""
-        common, law = self._common, run.the_law
-        near = [common.run_of(law.name, example) for example in similar(law, run.example, common.described.domain)]
+        state, law = self._state, run.the_law
+        near = [state.run_of(law.name, example) for example in similar(law, run.example, state.described.domain)]
         runs = sorted(self._ratios, key=lambda other: -self._ratios[other])
         if len(runs) <= WORST:
-            for batch in self._batches(law, common.settings.drawn(law), 1):
-                runs += [common.run_of(law.name, example) for example in batch]
+            for batch in self._batches(law, state.settings.drawn(law), 1):
+                runs += [state.run_of(law.name, example) for example in batch]
                 if len({*runs}) > self._done + WORST:
                     break
         others = [other for other in dict.fromkeys(runs) if other != run]
-        return [other for other in (*near[:WORST], *others[:WORST]) if not common.defects.covering(other)]
+        return [other for other in (*near[:WORST], *others[:WORST]) if not state.defects.covering(other)]
 
     def _keep(self, run: Run, outcome: Outcome, stage: str) -> None:
-        common = self._common
-        common.store.keep(
+        state = self._state
+        state.store.keep(
             {
                 "stage": stage,
                 "run": str(run),
                 "law": self._name,
                 "versions": self.report.versions,
-                "seed": common.settings.seed,
+                "seed": state.settings.seed,
                 "findings": [finding.to_json() for finding in outcome.findings],
             }
         )
-        if common.examples is not None and stage != "found once":
-            common.examples.add(run)
+        if state.examples is not None and stage != "found once":
+            state.examples.add(run)

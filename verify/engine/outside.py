@@ -53,7 +53,9 @@ def ask_outside(
 
 def _cases(what: str, domain: Any, seed: int, *, of_one_key: bool) -> Sequence[tuple[Any, Any]]:
     drawn: list[Example] = []
-    seeded(book_of(domain).laws["oracle"].draw(domain), mix_words(seed, f"outside {what}"), DRAWN, drawn.append)
+    base = book_of(domain).base
+    assert base is not None, domain
+    seeded(base.draw(domain), mix_words(seed, f"outside {what}"), DRAWN, drawn.append)
     cases = sorted((example.case for example in drawn), key=lambda case: (_narrow(case), case.bytes))
     if not of_one_key:
         return [*OUTSIDE[what].cases(domain, cases)]

@@ -158,6 +158,6 @@ def by_power(book: "Book", laws: Iterable[str]) -> list[str]:
     most = max(kills, key=lambda law: kills[law], default="")
 
     def rate(law: str) -> float:
-        return kills.get(law, -1) / (SECONDS.get(law, 1.0) * examples_of(law))
+        return kills[law] / (SECONDS.get(law, 1.0) * examples_of(book.laws[law])) if law in kills else -1.0
 
     return sorted(laws, key=lambda law: (law != most, -rate(law)))

@@ -127,7 +127,7 @@ def between(law: Law, small: Example, found: Example, domain: Any = None) -> Ite
     and widths of a convolution are two neighbours. Examples outside the domain are omitted. An empty sequence stays empty if the
     found case has one too: as a longer sequence it would not be what fails.
     """
-    case, most, step = small.case, sizes(found.case), getattr(domain, "length_step", 1)
+    case, most, step = small.case, sizes(found.case), _step(domain)
     for name, size in sizes(case).items():
         if name == "lengths" and size == 0 in found.case.lengths:
             continue
@@ -220,9 +220,14 @@ def _changed(law: Law, example: Example, change: Mapping[str, Any], domain: Any 
     return changed
 
 
+def _step(domain: Any) -> int:
+    """The number of tokens of which every length is a multiple; 1 without a domain."""
+    return 1 if domain is None else domain.length_step
+
+
 def _allowed(law: Law, example: Example, domain: Any) -> Example:
     """The example with its place rounded up to a multiple of the domain's `length_step` if the law may act only there."""
-    step = getattr(domain, "length_step", 1)
+    step = _step(domain)
     if step == 1 or example.at is None or law.outside(domain, example) is None:
         return example
     return dataclasses.replace(example, at=-(-example.at // step) * step)
@@ -279,7 +284,7 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
 
 def _of_case(changes: Callable[[Any], Changes], law: Law, domain: Any) -> Callable[[Example], Steps]:
     """A function that yields the legal candidates inside the domain that come from changes of an example's case."""
-    step = getattr(domain, "length_step", 1)
+    step = _step(domain)
 
     def steps(example: Example) -> Steps:
         for what, change in changes(example.case):

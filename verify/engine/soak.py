@@ -15,12 +15,13 @@ from properties.books import book_of
 from properties.paths.domain import PathDomain
 from verify.engine.asking import Described, describe, interpreted, started
 from verify.engine.check import Check
-from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.state import Settings
 from verify.findings.law_report import LawReport, overall, reach_of
 from verify.findings.regressions import Examples
 from verify.findings.report import times
 from verify.findings.store import Store
+from verify.gpu.policies import Denied
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
@@ -48,7 +49,8 @@ class Soak:
 
     - `laws`: names of laws; None means all laws about an adapter's operation. A law that broke is not checked again.
     - `place(spec)` returns the device of an adapter, `workers(device)` and `compilers(device)` how many processes a device has.
-    - `profile`: the profile of every round; None means the profiles of PACE. `known`: files of known defects.
+    - `profile`: the profile of every round; None means the profiles of PACE.
+    - `known`: files of known defects. `denied`: a deny-list.
     - `on_round` is called at the start of each round, `on_case(what, done, of)` after each case, `on_report` for each broken law,
       from any thread.
     """
@@ -70,6 +72,7 @@ class Soak:
         products: str | None = None,
         tune: str = "",
         known: Sequence[str] = (),
+        denied: Sequence[Denied] = (),
         on_round: Callable[[Round], None] = lambda begun: None,
         on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
@@ -78,7 +81,7 @@ class Soak:
         self.store, self.examples, self.profile = store or Store(), examples, profile
         self.stop_at_first, self.deadline_s, self.products, self.tune = stop_at_first, deadline_s, products, tune
         self.on_round, self.on_case, self.on_report = on_round, on_case, on_report
-        self._known = known
+        self._known, self._denied = known, denied
         self._place, self._count, self._compilers = place, workers, compilers
         self._workers: dict[str, list[Worker]] = {}
         self._devices: dict[str, str] = {}
@@ -162,6 +165,7 @@ class Soak:
             skip=self._closed(spec),
             until=until,
             known=self._known,
+            denied=self._denied,
         )
         checking = Check(
             settings,

@@ -119,7 +119,7 @@ def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[
         counts: dict[Any, int] = {}
         for example in drawn:
             case = example.case
-            enough = case.backward == getattr(domain, "backward", case.backward) and max(getattr(case, "lengths", (0,))) > 64
+            enough = case.backward == domain.backward and max(case.lengths) > 64
             if enough and counts.get(key_of(case), 0) < CASES and len(counts) <= keys:
                 counts[key_of(case)] = counts.get(key_of(case), 0) + 1
                 yield law, example

@@ -20,9 +20,10 @@ def cost_of(adapter: object) -> str:
     Without a declaration, tokens are "interpreted" if the adapter requires Triton, or if a Triton kernel can be reached from the
     modules of its classes over what these modules have imported. Otherwise they are "quick".
     """
-    declared = getattr(adapter, "cost", None)
-    if declared in MOST or not isinstance(adapter, Adapter):
-        return declared or "quick"
+    if not isinstance(adapter, Adapter):
+        return "quick"
+    if adapter.cost in MOST:
+        return adapter.cost
     kernels = "triton" in adapter.requires or _reaches_kernels({kind.__module__ for kind in type(adapter).__mro__})
     return "interpreted" if kernels else "quick"
 

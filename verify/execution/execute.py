@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -94,9 +93,8 @@ def _executed(
         bench.ready = ready
         if norm:
             bench.norm = norm_in(norm)
-        elif declared:
-            bench.says = copy.copy(adapter)
-            bench.says.__dict__.update({name: value for name, value in declared.items() if name != "domain"})
+        else:
+            bench.declared = declared
         need = _room(case) if ready is None else max(_room(case), ready.bytes)
         with turn(run.device, need), following(run.tune) as used:
             places, lay_out = functools.partial(where, case), functools.partial(layout, case)
@@ -138,7 +136,7 @@ def _bring(spec: str) -> None:
 
 def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
     """The adapter's one-token form, if the law of the run uses it."""
-    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.the_law.counterpart else None
     assert counterpart is None or isinstance(counterpart, Adapter)
     return counterpart
 

@@ -2,12 +2,12 @@
 
 import collections
 import contextlib
-import functools
+import contextvars
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from properties.laws.law import Blind, Breach, Law
@@ -19,13 +19,13 @@ from verify.execution.judge import NOTHING, LayOut, Where, judge
 from verify.gpu import autotune, policies, warmup
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
-from verify.process.environment import DENIED
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
 from verify.process.stacks import unmarked
 from verify.ranks.collectives import Abandoned, Mismatch
 
 T = TypeVar("T")
 _LOADED: dict[str, AnyAdapter] = {}
+_denied: contextvars.ContextVar[tuple[policies.Denied, ...]] = contextvars.ContextVar("denied", default=())
 
 
 def adapter_of(spec: str) -> AnyAdapter:
@@ -48,13 +48,18 @@ def following(tune: str) -> Iterator[Used]:
         return
     autotune.install()
     warmup.take_turns()
-    with autotune.using(policies.Policy.parse(tune), _denied()) as used:
+    with autotune.using(policies.Policy.parse(tune), _denied.get()) as used:
         yield used
 
 
-@functools.cache
-def _denied() -> tuple[policies.Denied, ...]:
-    return tuple(policies.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
+@contextlib.contextmanager
+def denying(entries: Iterable[object]) -> Iterator[None]:
+    """Make every policy that is followed inside deny the entries of a deny-list, given as plain data."""
+    token = _denied.set(tuple(map(policies.Denied.from_json, entries)))
+    try:
+        yield
+    finally:
+        _denied.reset(token)
 
 
 def on_device(device: str, pairs: Iterator[T]) -> Iterator[T]:
@@ -102,7 +107,7 @@ def judged(
     try:
         result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused, lay_out)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
-        outcome.kept = dict(getattr(bench, "kept", {}))
+        outcome.kept = dict(bench.kept)
     except Abandoned:
         raise  # the outcome of another rank counts
     except AdapterFault as fault:

@@ -31,7 +31,7 @@ SHOWN = ("num_warps", "num_stages", "BT", "BK", "BV", "BC")
 
 
 @dataclasses.dataclass
-class Launch:
+class KernelLaunch:
     """One launch of a kernel with its configuration.
 
     `read` has the tensors before the launch, `wrote` those that it changed, as they were after it, by the names of its arguments.
@@ -46,7 +46,7 @@ class Launch:
         return " ".join([self.kernel, *(f"{name}={value}" for name, value in self.config.items())])
 
 
-class Stopped(Exception):
+class DeviceLost(Exception):
     """The device was lost during a call. The message names the launch."""
 
 
@@ -59,7 +59,7 @@ class Recorder:
 
     def __init__(self, device: str) -> None:
         self.device, self.on, self.count, self.last = device, False, 0, ""
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
 
     def begin(self, *, on: bool) -> None:
         """Begin to record a call, or begin again."""
@@ -83,7 +83,7 @@ class Recorder:
             JITFunction.run = plain
 
     def _launched(self, plain: Callable[..., Any], kernel: Any, values: Sequence[Any], named: dict[str, Any]) -> Any:
-        launch = Launch(kernel.__name__, {name: named[name] for name in SHOWN if name in named}, {}, {})
+        launch = KernelLaunch(kernel.__name__, {name: named[name] for name in SHOWN if name in named}, {}, {})
         self.last = f"launch {self.count}, {launch}"
         tensors = dict[str, Tensor]()
         if self.on:
@@ -94,7 +94,7 @@ class Recorder:
             result = plain(kernel, *values, **named)
         except Exception as error:
             if devices.lost(self.device):
-                raise Stopped(f"{self.last}: {short(error)}") from error
+                raise DeviceLost(f"{self.last}: {short(error)}") from error
             raise
         self.count += 1
         if self.on:
@@ -126,7 +126,7 @@ def report_of(run: Run, calls: int, beside: Sequence[str]) -> LaunchReport:
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
         raise AdapterError(f"adapter {run.adapter} is a parallel path, but launches are compared for kernels on one process")
-    recorder, found, first = Recorder(run.device), list[str](), list[Launch]()
+    recorder, found, first = Recorder(run.device), list[str](), list[KernelLaunch]()
     asked = [("", run, 0.0), *others(run, calls, beside)]
     try:
         with recorder.recording():
@@ -136,7 +136,7 @@ def report_of(run: Run, calls: int, beside: Sequence[str]) -> LaunchReport:
                     launches = _called(adapter, other, recorder)
                 except AdapterFault as fault:
                     stopped = fault.__cause__
-                    what = str(stopped) if isinstance(stopped, Stopped) else f"{fault}, after {recorder.last or 'no launch'}"
+                    what = str(stopped) if isinstance(stopped, DeviceLost) else f"{fault}, after {recorder.last or 'no launch'}"
                     found.append(f"{words}: {what}" if words else what)
                     if not words or devices.lost(run.device):
                         break
@@ -162,7 +162,7 @@ def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, R
         yield f"beside tune={tune}", dataclasses.replace(run, tune=tune + picks), APART
 
 
-def _called(adapter: Adapter, run: Run, recorder: Recorder) -> list[Launch]:
+def _called(adapter: Adapter, run: Run, recorder: Recorder) -> list[KernelLaunch]:
     """The launches of one call of a run's implementation, after another call that compiles and tunes."""
     case = run.example.case
     bench = _Bench(adapter, None, case, run.products, run.device)
@@ -183,7 +183,7 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | (one.isnan() & other.isnan())
 
 
-def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str]:
+def parted(one: list[KernelLaunch], other: list[KernelLaunch], apart: float) -> Iterator[str]:
     """In words, the launches that read the same and wrote tensors more than `apart` (in parts of their norm) from each other."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a.kernel != b.kernel:

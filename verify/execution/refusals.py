@@ -14,24 +14,30 @@ from properties.traces.case import TraceCase
 from properties.traces.events import Step
 from properties.traces.play import advance
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
+from verify.adapters.interface import Unsupported
 from verify.adapters.loader import AnyAdapter
 from verify.bench.faults import AdapterFault
 from verify.bench.path_bench import RankBench, place_of
 from verify.bench.placing import in_layout
-from verify.bench.trace_bench import TraceBench
+from verify.bench.trace_bench import EngineBench
 from verify.gpu import device as devices
+from verify.interpreter import OutOfBounds, Race
+from verify.process.child import ProcessDied, WrongAnswer
 from verify.process.outcome import FailureKind
 from verify.ranks.collectives import Abandoned, Mismatch, Place, simulate
 from verify.ranks.merge import IDLE, reaction
 
 SILENT, STRAYS = "returns numbers without an error", "reads or writes outside its tensors"
-# Errors that no implementation raises, by name, since verify/interpreter, which defines the first two, needs Triton.
+# What an implementation does that an error of ours is about, by the name of the error's class.
 FROM_US = {
-    "OutOfBounds": STRAYS,
-    "Race": "lets its programs race for the same memory",
-    "ProcessDied": "crashed",
-    "WrongAnswer": "gives no answer, or one of another length",
-    "Unsupported": "refuses",
+    kind.__name__: words
+    for kind, words in (
+        (OutOfBounds, STRAYS),
+        (Race, "lets its programs race for the same memory"),
+        (ProcessDied, "crashed"),
+        (WrongAnswer, "gives no answer, or one of another length"),
+        (Unsupported, "refuses"),
+    )
 }
 
 
@@ -72,7 +78,7 @@ def _of_call(adapter: Adapter, case: Any, inputs: Inputs) -> str:
 
 
 def _of_engine(adapter: TraceAdapter, case: TraceCase, step: Step, device: str) -> str:
-    bench = TraceBench(adapter, case, device=device)
+    bench = EngineBench(adapter, case, device=device)
     with devices.default("cpu"):
         try:
             engine = bench.open(case.sizes())

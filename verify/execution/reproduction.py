@@ -90,7 +90,7 @@ raise SystemExit(not error <= allowed)
 WORST = "tuple(map(int, torch.unravel_index(((got - want).{size}).nan_to_num(inf).argmax(), got{rows}.shape)))"
 
 
-class Unwritable(Exception):
+class NoScript(Exception):
     """The call cannot be written as a script. The message says why."""
 
 
@@ -122,7 +122,7 @@ def script(run: Run, finding: Finding, most: int) -> Script:
     try:
         with following(run.tune):
             return _script(bench, finding, most)
-    except (Unwritable, OutOfMemory) as error:
+    except (NoScript, OutOfMemory) as error:
         return Script(reason=str(error))
 
 
@@ -136,7 +136,7 @@ def _script(bench: AdapterBench, finding: Finding, most: int) -> Script:
     steps = cotangents if backward and cotangents else {}
     leaves = [name for name, x in tensors.items() if x.is_floating_point()] if backward else []
     if most and (numbers := sum(x.numel() for x in (*tensors.values(), *steps.values()))) > most:
-        raise Unwritable(f"the case has {numbers} numbers")
+        raise NoScript(f"the case has {numbers} numbers")
     write = _drawn if seeded else _written
     options = {name: x for name, x in inputs.items() if name not in tensors and x is not None and _plain(x)}
     text = INTERPRETED if interpreted else ""
@@ -162,13 +162,13 @@ def _script(bench: AdapterBench, finding: Finding, most: int) -> Script:
         gradients = GRADIENTS.format(leaves=leaves, of="exact") if backward else ""
         text += WANTED.format(reference=sources, gradients=gradients, last=functions[-1].__name__)
     elif seeded:
-        raise Unwritable(f"there is no short reference of this {spec.name}")
+        raise NoScript(f"there is no short reference of this {spec.name}")
     if backward:
         pairs = "((got, x), (want, exact))" if exact else "((got, x),)"
         lines = "\n".join(f'    "{name}": {write(x)}.to(device),' for name, x in steps.items() if name in found)
         text += BACKWARD.format(cotangents=lines, pairs=pairs, leaves=leaves)
     if finding.port not in results or raised:
-        raise Unwritable(f"{finding.port} is not among what the call returns")
+        raise NoScript(f"{finding.port} is not among what the call returns")
     scalar = spec.port(finding.port).scalar_rows
     row = _row(results[finding.port], finding, scalar=scalar)
     want = truth[finding.port][row]
@@ -190,9 +190,9 @@ def _observed(bench: AdapterBench, inputs: Inputs, cotangents: Any) -> tuple[str
     module, _, name = next(iter(reach.functions), "").partition(":")
     function = getattr(sys.modules.get(module), name, None)
     if not callable(function) or isinstance(function, type):
-        raise Unwritable(f"the function under test is no function of a module: {name or 'none was seen'}")
+        raise NoScript(f"the function under test is no function of a module: {name or 'none was seen'}")
     if getattr(sys.modules[module], "__file__", "") == inspect.getfile(type(bench.adapter)):
-        raise Unwritable("the function under test is in the adapter's own file, and of no library")
+        raise NoScript("the function under test is in the adapter's own file, and of no library")
     results: Mapping[str, Tensor] = {}
     seen = _Seen(inspect.unwrap(function).__code__)
     sys.setprofile(seen.see)
@@ -244,7 +244,7 @@ def _arguments(function: Any, arguments: Mapping[str, Any], tensors: Mapping[str
     for name, parameter in inspect.signature(inspect.unwrap(function)).parameters.items():
         value = named.pop(name, None)
         if parameter.kind is parameter.VAR_POSITIONAL and value:
-            raise Unwritable(f"the function takes {name} without names")
+            raise NoScript(f"the function takes {name} without names")
         if parameter.kind is parameter.VAR_KEYWORD:
             pairs = list((value or {}).items())
         else:
@@ -256,7 +256,7 @@ def _arguments(function: Any, arguments: Mapping[str, Any], tensors: Mapping[str
             elif _plain(item):
                 yield f"{key}={item!r}"
             else:
-                raise Unwritable(f"argument {key} is a {type(item).__name__}")
+                raise NoScript(f"argument {key} is a {type(item).__name__}")
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -277,7 +277,7 @@ def _named(x: Tensor, candidates: Iterable[tuple[str, Tensor]]) -> str:
                     return f"{name}{form}" + (".contiguous()" if x.is_contiguous() and not same.is_contiguous() else "")
     if not x.is_floating_point() and x.numel() <= SHORT:
         return f"{_written(x)}.to(device)"
-    raise Unwritable(f"a tensor of shape {tuple(x.shape)} is none of the operation's, so that it cannot be written")
+    raise NoScript(f"a tensor of shape {tuple(x.shape)} is none of the operation's, so that it cannot be written")
 
 
 def _agrees(reference: Callable[[dict[str, Any]], dict[str, Tensor]], inputs: Inputs, truth: Mapping[str, Tensor]) -> bool:
@@ -296,5 +296,5 @@ def _row(x: Tensor, finding: Finding, *, scalar: bool) -> tuple[int, ...]:
     first = (rows.unsqueeze(-1) if scalar else rows)[..., : len(got)]
     places = ((first == got) | (first.isnan() & got.isnan())).all(-1).nonzero().tolist()
     if not places or not len(got):
-        raise Unwritable("the call does not give the same numbers again")
+        raise NoScript("the call does not give the same numbers again")
     return tuple(places[0])

@@ -25,7 +25,7 @@ import torch
 from verify.gpu import device as devices
 from verify.process.choices import TOOLS, NoSanitizer
 from verify.process.environment import SANITIZER_LOG, UNPOISONED
-from verify.process.messages import Answer, Data, Outcomes, Reaction, Watched, Watching, read
+from verify.process.messages import Answer, Data, Outcomes, Reaction, UnderSanitizer, Watching, read
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import Answering
@@ -97,7 +97,7 @@ class Sanitizer:
     def prove(self, worker: Answering) -> None:
         """Raise NoSanitizer if the worker does not run under the tool."""
         try:
-            reply = read(Watching, worker.ask(Watched()))
+            reply = read(Watching, worker.ask(UnderSanitizer()))
             trouble = reply.trouble if isinstance(reply, Watching) else reply.error
         except WorkerLost as lost:
             trouble = f"the worker {lost.how}: {lost.detail}; {' '.join(lost.tail.split())[-300:]}"
@@ -188,7 +188,7 @@ def findings(several: Sequence[Report]) -> list[Finding]:
     return result
 
 
-class Watch:
+class SanitizerLog:
     """Reads the log of this process's sanitizer, each time from where it stopped before."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -222,8 +222,8 @@ class Watch:
 
 
 @functools.cache
-def _watch() -> Watch:
-    return Watch(os.environ[SANITIZER_LOG])
+def _watch() -> SanitizerLog:
+    return SanitizerLog(os.environ[SANITIZER_LOG])
 
 
 def answer(question: Data) -> Data:
@@ -236,7 +236,7 @@ def _watched_answer(question: Data) -> Answer | Outcome:
     from verify.execution import service  # imported in the worker alone
 
     watch = _watch()
-    if question.get("question") == Watched.__name__:
+    if question.get("question") == UnderSanitizer.__name__:
         return Watching(watch.more()[1])
     reply = service.typed_answer(question)
     with contextlib.suppress(RuntimeError):  # the GPU's context is gone, which the reply says

@@ -22,7 +22,7 @@ from verify.bench import oracle_process
 from verify.execution import calls, launches, reproduction, twins, watched
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
-from verify.execution.judging import adapter_of, following, loaded
+from verify.execution.judging import adapter_of, denying, following, loaded
 from verify.execution.line import Run
 from verify.execution.paths import work_of
 from verify.execution.refusals import SILENT, probe
@@ -47,6 +47,7 @@ from verify.process.messages import (
     Join,
     Joined,
     Launches,
+    Launching,
     LaunchReport,
     Origins,
     Outcomes,
@@ -84,7 +85,8 @@ def typed_answer(question: Mapping[str, Any]) -> Answer | Outcome:
             asked = messages.parse(question)
             if type(asked) not in _ANSWERS:
                 raise ValueError(f"this worker runs under no sanitizer, and cannot answer {asked}")
-            return _ANSWERS[type(asked)](asked)
+            with denying(asked.denied if isinstance(asked, Launching) else ()):
+                return _ANSWERS[type(asked)](asked)
     except AdapterError as error:
         return Failure(str(error))
     except ValueError as error:
@@ -122,10 +124,10 @@ def _describe(asked: Describe) -> Description:
         versions=versions(adapter),
         device=devices.name(),
         memory=devices.memory(),
-        chunk=getattr(adapter, "chunk", None),
+        chunk=adapter.chunk,
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
-        compiles=getattr(adapter, "compiles", False),
+        compiles=isinstance(adapter, Adapter) and adapter.compiles,
         cost=cost_of(adapter),
         declares=declared_by(adapter),
     )
@@ -148,7 +150,7 @@ def _compile(asked: Compile) -> Compiled:
         launched = compiled(Run.parse(asked.line))
     devices.tidy()
     device = _device()
-    return Compiled(bool(devices.lost(device)) or (launched and devices.crowded(device) and not _CROWDED))
+    return Compiled(bool(devices.lost(device)) or (launched and devices.crowded(device) and not _crowded.is_set()))
 
 
 def _tunings(_: Tunings) -> Configurations:
@@ -239,9 +241,7 @@ def _device() -> str:
     return "cuda" if devices.gpus() else "cpu"
 
 
-_CROWDED: list[bool] = []  # not empty if the GPU was crowded when this process began; a new process would have no more room
-
-
+_crowded = threading.Event()  # the GPU was crowded when this process began: a new process would have no more room
 _bringing: list[threading.Thread] = []
 
 
@@ -259,7 +259,7 @@ def _start_imports(adapter: Adapter | TraceAdapter) -> None:
             if devices.gpus():
                 torch.zeros(1, device="cuda")
                 if devices.crowded("cuda"):
-                    _CROWDED.append(True)
+                    _crowded.set()
             adapter.bring()
 
     thread = threading.Thread(target=bring, daemon=True)

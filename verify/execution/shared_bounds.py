@@ -35,7 +35,6 @@ from verify.execution.judging import adapter_of
 from verify.execution.line import Run
 from verify.gpu import device as devices
 
-LAW = "oracle"  # the only law that uses the bounds of its case unchanged
 MOST = 64  # cases in one call
 # Numbers in one call, as `numbers` counts them. With these, a worker held 12.3 GiB at most in 400 cases of a palette
 # (docs/results.md).
@@ -59,7 +58,7 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         case = run.example.case
-        if run.law == LAW and isinstance(case, Case) and _can_share(case):
+        if isinstance(case, Case) and run.the_law.base and _can_share(case):
             alike = (*(getattr(case, name) for name in ALIKE), case.spec.name)
             doubled = case.beta_inside and case.beta == "two"  # allow_neg_eigval
             groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)

@@ -6,7 +6,7 @@ from typing import Any
 
 from properties.rules.numbers import NORM_EPS
 from verify.adapters.base import TraceAdapter
-from verify.bench.trace_bench import TraceBench, layout_of, place_of
+from verify.bench.trace_bench import EngineBench, layout_of, place_of
 from verify.execution.judge import NOTHING
 from verify.execution.judging import following, judged
 from verify.execution.line import Run
@@ -29,7 +29,7 @@ def execute_trace(
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
     if run.device == "cuda" and not devices.gpus():
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
-    bench = TraceBench(adapter, case, run.products, run.device)
+    bench = EngineBench(adapter, case, run.products, run.device)
     if norm:
         bench.norm = {"qk_norm_eps": NORM_EPS[norm["qk_norm_eps"]], "qk_norm_form": norm["qk_norm_form"]}
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import DTYPES, NAMES, Inputs, Operation
-from properties.laws.common import tokens_of
+from properties.laws.in_parts import tokens_of
 from properties.laws.law import Results, axes_of, present, token_output
 from properties.pools.domain import PoolDomain
 from verify.adapters.base import Adapter

@@ -70,7 +70,7 @@ class WatchedLine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class WatchedCall:
     """A call, or a part of one, in our terms."""
 
     spec: Operation
@@ -79,7 +79,7 @@ class Watched:
     results: dict[str, Tensor]
     declares: Mapping[str, Any]
 
-    def part(self, line: WatchedLine) -> "Watched":
+    def part(self, line: WatchedLine) -> "WatchedCall":
         """The part that a line names. ValueError if the call does not have it."""
         found = self
         for axes, number in (("sequence", line.sequence), ("head", line.head), ("tokens", line.tokens)):
@@ -98,7 +98,7 @@ class Watched:
         """The number of key heads, or 0 if the operation has none that a call can be cut along."""
         return self._size("H") or self._size("HV")
 
-    def _sequence(self, number: int) -> "Watched":
+    def _sequence(self, number: int) -> "WatchedCall":
         lengths = sequences(self.x, self.spec.inputs[0].name)
         if number >= len(lengths):
             raise ValueError(f"sequence must be below {len(lengths)}, got {number}")
@@ -112,7 +112,7 @@ class Watched:
         offsets = {"cu_seqlens": self.x.cu_seqlens.new_tensor([0, lengths[number]])} if packed else {}
         return self._cut(cut, **offsets)
 
-    def _head(self, number: int) -> "Watched":
+    def _head(self, number: int) -> "WatchedCall":
         if number >= self.heads:
             raise ValueError(f"head must be below {self.heads}, got {number}")
         each = {axis: self._size(axis) // self.heads for axis in ("H", "HV")}
@@ -123,7 +123,7 @@ class Watched:
 
         return self._cut(cut)
 
-    def _tokens(self, count: int) -> "Watched":
+    def _tokens(self, count: int) -> "WatchedCall":
         lengths = sequences(self.x, self.spec.inputs[0].name)
         if len(lengths) != 1 or not 1 <= count <= lengths[0]:
             raise ValueError(f"tokens must be in 1..{lengths[0]} of one sequence, got {count} of {len(lengths)}")
@@ -132,14 +132,14 @@ class Watched:
         outputs = {port.name for port in self.spec.outputs}  # gradients depend on later tokens
         return dataclasses.replace(found, cotangents={}, results={name: x for name, x in found.results.items() if name in outputs})
 
-    def _cut(self, cut: Any, **more: Tensor) -> "Watched":
+    def _cut(self, cut: Any, **more: Tensor) -> "WatchedCall":
         """The parts of all tensors. Of those that are of the whole call, inputs stay, and results are left out."""
         axes = {port.name: port.axes.split() for port in (*self.spec.inputs, *self.spec.outputs, *self.spec.gradients())}
         values = {name: x for name, x in self.x.items() if name in axes and isinstance(x, Tensor)}
         cuts = {name: found for name, x in values.items() if (found := cut(axes[name], x)) is not None}
         cotangents = {name: found for name, x in self.cotangents.items() if (found := cut(axes[name], x)) is not None}
         results = {name: found for name, x in self.results.items() if (found := cut(axes[name], x)) is not None}
-        return Watched(self.spec, self.x.replaced(**cuts, **more), cotangents, results, self.declares)
+        return WatchedCall(self.spec, self.x.replaced(**cuts, **more), cotangents, results, self.declares)
 
     def _size(self, axis: str) -> int:
         tensors = ((port.axes.split(), self.x.get(port.name)) for port in self.spec.inputs)
@@ -174,7 +174,7 @@ def _manifest(folder: str) -> dict[str, Any]:
     return manifest
 
 
-def read_call(path: str) -> Watched:
+def read_call(path: str) -> WatchedCall:
     """The call DIR/NAME. ValueError, WrongFile or FileNotFoundError says what is wrong with its files."""
     folder, name = os.path.split(path)
     manifest = _manifest(folder)
@@ -186,7 +186,7 @@ def read_call(path: str) -> Watched:
     results = read(os.path.join(folder, ANSWERS_IN, name + ENDING), _must(about, "outputs"))
     options = about.get("options")
     values: dict[str, Any] = {key: _option(key, text) for key, text in options.items()} if isinstance(options, dict) else {}
-    cotangents = {name[1:]: question.pop(name) for name in [*question] if name[1:] in results and name.startswith("d")}
+    cotangents = {name: question.pop(f"d{name}") for name in results if f"d{name}" in question}
     spec = OPERATIONS[operation]
     if operation in RULES:
         defaults = {"qk_norm": False} | ({"allow_neg_eigval": False} if "b" in question else {})
@@ -195,7 +195,7 @@ def read_call(path: str) -> Watched:
     x = Inputs(**{**values, **question})
     spec.check(x)
     said = {name: about[name] for name in ("chunk", "products") if name in about}
-    return Watched(spec, x, cotangents, results, {**manifest["declares"], **said})
+    return WatchedCall(spec, x, cotangents, results, {**manifest["declares"], **said})
 
 
 def _rule(operation: str, question: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> Operation:
@@ -236,7 +236,7 @@ def judged(line: WatchedLine) -> Outcome:
         return faulted(error)
 
 
-def _judged(call: Watched) -> Outcome:
+def _judged(call: WatchedCall) -> Outcome:
     for name, x in call.x.items():
         if isinstance(x, Tensor) and (count := int(x.isnan().sum())):
             return Outcome(Verdict.UNKNOWN, reason=f"input {name} has {count} numbers that are NaN")
@@ -304,7 +304,7 @@ def _smaller(line: WatchedLine, finding: Finding) -> Iterator[WatchedLine]:
     yield alone
 
 
-def _results(spec: str, call: Watched) -> dict[str, Tensor]:
+def _results(spec: str, call: WatchedCall) -> dict[str, Tensor]:
     """What an adapter returns for a call: the outputs and gradients that the file has too."""
     adapter = adapter_of(spec)
     if not isinstance(adapter, Adapter):

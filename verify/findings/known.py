@@ -140,22 +140,24 @@ class Known:
 class KnownDefects:
     """The defects on file. Only this class decides whether the outcome of a run is a known defect."""
 
-    def __init__(self, defects: Iterable[Known] = (), gpu: str = "", denials: Iterable[Denial] = ()) -> None:
-        """`gpu` is the name of the GPU on which runs are made."""
-        self._defects, self._gpu, self._denials = tuple(defects), gpu, list(denials)
+    def __init__(
+        self, defects: Iterable[Known] = (), gpu: str = "", denials: Iterable[Denial] = (), denied: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """`gpu` is the name of the GPU on which runs are made. `denied` has the entries of a user's deny-list, as plain data."""
+        self._defects, self._gpu, self._denials, self.denied = tuple(defects), gpu, list(denials), list(denied)
 
     def on(self, gpu: str) -> "KnownDefects":
         """The same defects for runs on a GPU of this name."""
-        return KnownDefects(self, gpu, self._denials)
+        return KnownDefects(self, gpu, self._denials, self.denied)
 
     def with_(self, other: "KnownDefects") -> "KnownDefects":
         """These defects and those of another file."""
-        return KnownDefects((*self, *other), self._gpu, (*self._denials, *other._denials))
+        return KnownDefects((*self, *other), self._gpu, (*self._denials, *other._denials), self.denied)
 
     @property
     def deny_list(self) -> "KnownDefects":
-        """The deny-list alone, which explains nothing."""
-        return KnownDefects((), self._gpu, self._denials)
+        """What no draw takes, alone. It explains nothing."""
+        return KnownDefects((), self._gpu, self._denials, self.denied)
 
     def denials(self, run: Run) -> list[Denial]:
         """The entries of the deny-list that are about a run."""
@@ -309,14 +311,15 @@ def beside(spec: str) -> pathlib.Path | None:
     return pathlib.Path(place).with_name(NAME) if place.endswith(".py") else None
 
 
-def of(spec: str, files: Iterable[str] = ()) -> KnownDefects:
+def of(spec: str, files: Iterable[str] = (), denied: Iterable[policies.Denied] = ()) -> KnownDefects:
     """The defects that count for an adapter: those on file here, beside the adapter's file, and in `files`.
 
-    ValueError names the file that cannot be read, or the entry and the rule that it breaks.
+    `denied` are the entries of a user's deny-list. ValueError names the file that cannot be read, or the entry and the rule that it
+    breaks.
     """
     near = beside(spec)
     paths = ([near] if near is not None and near.is_file() else []) + [pathlib.Path(file) for file in files]
-    defects = load()
+    defects = KnownDefects(denied=[entry.to_json() for entry in denied]).with_(load())
     for path in {os.path.realpath(path): path for path in paths}.values():
         try:
             defects = defects.with_(load(path))

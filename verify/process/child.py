@@ -34,7 +34,7 @@ class ProcessDied(Exception):
 
 
 class WrongAnswer(Exception):
-    """What the program wrote is no answer to its question."""
+    """What a program, or a file, says is no answer to the question."""
 
 
 class Child:

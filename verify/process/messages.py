@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self, TypeVar
 from verify.process.outcome import Outcome
 
 Data = dict[str, Any]  # plain data, as it travels
-T = TypeVar("T", bound="Plain")
-LeftOut = Sequence[Sequence[str]]  # pairs
+T = TypeVar("T", bound="FromPlain")
+LeftOut = Sequence[Sequence[str]]  # pairs of a kernel and words of its configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,13 @@ class Question:
     def to_json(self) -> dict[str, Any]:
         """The question as plain data."""
         return {"question": type(self).__name__, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launching(Question):
+    """A question whose kernels follow a policy. `denied` has the entries of a deny-list as plain data (verify/gpu/policies.py)."""
+
+    denied: Sequence[Data] = dataclasses.field(default_factory=list, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Describe(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOne(Question):
+class RunOne(Launching):
     """Run one line. Answer: its Outcome, which is UNKNOWN if the line is illegal.
 
     The values in `declared` replace what the adapter declares when the run is judged. `excused` has the outputs that a known defect
@@ -50,7 +57,7 @@ class RunOne(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunMany(Question):
+class RunMany(Launching):
     """Run several lines. Answer: Outcomes, in the order of the lines.
 
     They end after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` and
@@ -70,7 +77,7 @@ class Interprets(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Compile(Question):
+class Compile(Launching):
     """Launch every kernel that the run of a line launches, so that it is compiled. The results are not judged.
 
     `left_out` as for RunOne. Answer: Compiled.
@@ -81,7 +88,7 @@ class Compile(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Launches(Question):
+class Launches(Launching):
     """Which kernel launch gives different numbers in `calls` equal calls, or with each tuning word in `beside`?
 
     `left_out` as for RunOne. Answer: LaunchReport.
@@ -94,7 +101,7 @@ class Launches(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls(Question):
+class Calls(Launching):
     """What does the implementation of a line return, bit by bit, and on a GPU how long does it take? Answer: Called.
 
     `timed` is the number of calls that are timed. `left_out` as for RunOne.
@@ -106,7 +113,7 @@ class Calls(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reproduce(Question):
+class Reproduce(Launching):
     """Which script repeats the call of a line with the library alone? Answer: Script.
 
     `finding` is a finding of the line as plain data. The script has the numbers of the call if these are `most` at most; if `most`
@@ -124,7 +131,7 @@ class Tunings(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Refuse(Question):
+class Refuse(Launching):
     """What does an adapter do with an illegal input? `illegal` is the name of the input (verify/execution/refusals.py).
 
     Autotuned kernels follow `tune` and run with none of `left_out`, as in RunOne. Answer: Reaction.
@@ -137,7 +144,7 @@ class Refuse(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Way(Question):
+class Way(Launching):
     """What does an implementation return for a line, called in one of the ways of verify/execution/twins.py? Answer: Went.
 
     The results are written to `file`. `declared` says how the implementation is called, as in RunOne.
@@ -150,7 +157,7 @@ class Way(Question):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched(Question):
+class UnderSanitizer(Question):
     """Does the worker run under its sanitizer? Answer: Watching."""
 
 
@@ -358,7 +365,7 @@ _OF_RANKS: dict[str, type[Failure | Outcomes | Reaction | Outcome]] = {
 OfRank = Failure | Outcomes | Reaction | Outcome | Data
 
 
-class Plain(Protocol):
+class FromPlain(Protocol):
     """What can be made from plain data."""
 
     @classmethod
@@ -376,7 +383,7 @@ def read(kind: type[T], data: Data) -> T | Failure:
     return Failure(data["error"]) if "error" in data else kind.from_json(data)
 
 
-QUESTIONS = {kind.__name__: kind for kind in Question.__subclasses__()}
+QUESTIONS = {kind.__name__: kind for base in (Question, Launching) for kind in base.__subclasses__()}
 
 
 def plain(question: Question | Mapping[str, Any]) -> dict[str, Any]:

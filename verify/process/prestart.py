@@ -9,13 +9,11 @@ import os
 import sys
 from collections.abc import Mapping
 
-from verify.process.environment import DENIED
 from verify.process.worker import NO_GPU, Worker
 
 VERBS = ("check", "soak")
-ELSEWHERE = ("ranks", "deny", "sanitize")  # with these options, the command needs other workers or other environments
-Inherited = tuple[list[str], str | None]
-_begun: list[tuple[dict[str, str], Inherited, Worker]] = []
+ELSEWHERE = ("ranks", "sanitize")  # with these options, the command needs other workers or other environments
+_begun: list[tuple[dict[str, str], list[str], Worker]] = []  # each with its environment and the sys.path that it inherits
 
 
 def begin(options: argparse.Namespace) -> None:
@@ -25,23 +23,18 @@ def begin(options: argparse.Namespace) -> None:
         environment = dict(NO_GPU) if no_gpu else _first_gpu()
         worker = Worker(environment=environment)
         worker.launch()
-        _begun.append((environment, _inherited(), worker))
+        _begun.append((environment, list(sys.path), worker))
         atexit.register(worker.close)
 
 
 def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
     """Hand out the prestarted worker, once. None if a worker that starts now would get another environment or `sys.path`."""
-    for index, (worker_environment, had, worker) in enumerate(_begun):
-        if worker_environment == dict(environment) and had == _inherited():
+    for index, (worker_environment, path, worker) in enumerate(_begun):
+        if worker_environment == dict(environment) and path == sys.path:
             del _begun[index]
             worker.deadline_s = deadline_s
             return worker
     return None
-
-
-def _inherited() -> Inherited:
-    """What a worker inherits from the process that starts it and a command may change."""
-    return list(sys.path), os.environ.get(DENIED)
 
 
 def _first_gpu() -> dict[str, str]:

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verify.process.choices import BACKENDS
-from verify.process.messages import Data, Failure, Join, OfRank, Question, answer_of
+from verify.process.messages import Data, Failure, Join, OfRank, Outcomes, Question, Reaction, answer_of
+from verify.process.outcome import Outcome
 from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
@@ -156,7 +157,11 @@ class Group:
                     self._start()
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
-                if waited or getattr(merged, "spent", False) or parted(list(busy(answers).values())):
+                if (
+                    waited
+                    or (isinstance(merged, Outcome | Outcomes | Reaction) and merged.spent)
+                    or parted(list(busy(answers).values()))
+                ):
                     self.end()
                 return merged if isinstance(merged, dict) else merged.to_json()
             except BaseException:

@@ -129,7 +129,9 @@ def merge_outcomes(every: Mapping[int, Outcome], waited: str = "") -> Outcome:
 
 def busy(answers: Mapping[int, Ranked]) -> Mapping[int, Ranked]:
     """The answers of the ranks that have a part in the case, or all answers if no rank has."""
-    return {rank: answer for rank, answer in answers.items() if not getattr(answer, "idle", False)} or answers
+    return {
+        rank: answer for rank, answer in answers.items() if not (isinstance(answer, Outcome | Reaction) and answer.idle)
+    } or answers
 
 
 def reaction(did: Mapping[int, str], waited: str = "") -> str:

@@ -185,7 +185,7 @@ def sizes_of(case: Any, adapter: Any) -> dict[str, int]:
         sizes["heads"] = case.heads
     if hasattr(case, "value_heads"):
         sizes["value_heads"] = case.value_heads // case.heads
-    if chunk := getattr(adapter, "chunk", None):
+    if chunk := adapter.chunk:
         sizes["chunks"] = math.ceil(max(lengths, default=0) / chunk)  # in a trace, chunks begin with a row
     if hasattr(case, "cp"):
         sizes |= {"ranks": case.tp * case.cp, "rank_tokens": max(len(tokens) for tokens in case.tokens_of_ranks())}

@@ -214,11 +214,11 @@ class Hunt(Crew):
             for law, cell in fate.cells.items():
                 if not cell.reason:
                     groups.setdefault((fate.book.name, law, fate.domain), Herd(law, [])).fates.append(fate)
-        return iter(sorted(groups.values(), key=lambda herd: -len(herd.fates) * PROFILE.examples_of(herd.law)))
+        return iter(sorted(groups.values(), key=lambda herd: -len(herd.fates) * PROFILE.examples_of(herd.book.laws[herd.law])))
 
     @staticmethod
     def _share(herd: Herd) -> int:
-        return PROFILE.examples_of(herd.law) // QUARTER
+        return PROFILE.examples_of(herd.book.laws[herd.law]) // QUARTER
 
     def _continues(self, fate: Fate, herd: Herd) -> bool:
         if fate.cells[herd.law].killed_at is not None or fate.lost >= LOST:
@@ -229,7 +229,7 @@ class Hunt(Crew):
         """Run a share of a law's cases. Each case is run on every living animal in turn, so that they share its tolerances."""
         law = herd.book.laws[herd.law]
         if not herd.examples:
-            of_law(law, herd.fates[0].domain, self.seed, PROFILE.examples_of(law.name), herd.examples.append)
+            of_law(law, herd.fates[0].domain, self.seed, PROFILE.examples_of(law), herd.examples.append)
             for fate in herd.fates:
                 fate.cells[herd.law].planned = len(herd.examples)
         cases = list(enumerate(herd.examples, 1))[share]

@@ -72,7 +72,7 @@ class Mutant:
 
 
 @dataclasses.dataclass
-class Fate:
+class MutantFate:
     """The result of one mutant: "killed" by a law, "survived", "undecided" (gdn-verify failed), or "not asked".
 
     - `how`: how the law saw the mutant.
@@ -121,7 +121,7 @@ class Item:
         return [launch for launch in self.launches if place in launch.executed]
 
 
-class Hunt:
+class MutantHunt:
     """Runs the laws on mutants, `workers` mutants at a time. `say` is called with lines about the progress.
 
     `left_out` are runs that do not hold on the unedited kernels, so that they cannot judge a mutant.
@@ -140,7 +140,7 @@ class Hunt:
         self._running: dict[int, _Child] = {}
         self._next, self._until_s = 0, 0.0
 
-    def __call__(self, fates: Sequence[Fate]) -> None:
+    def __call__(self, fates: Sequence[MutantFate]) -> None:
         """Fill in the fates. Call it once. However it ends, no child process is left."""
         size, alive = 1, list(fates)
         try:
@@ -172,7 +172,7 @@ class Hunt:
             self.progress(f"{self._next} of {len(self.runs)} cases recorded")
         return items
 
-    def _ask(self, fates: Sequence[Fate], items: list[Item]) -> None:
+    def _ask(self, fates: Sequence[MutantFate], items: list[Item]) -> None:
         waiting: collections.deque[_Child] = collections.deque()
         for fate in fates:
             those = [item for item in items if item.executing(fate.mutant.place)]
@@ -207,7 +207,7 @@ def _launch_bytes(item: Item) -> int:
 class _Child:
     """A forked process that runs one mutant on some cases. It writes a JSON line before each step, and one with its answer."""
 
-    def __init__(self, fate: Fate, items: list[Item]) -> None:
+    def __init__(self, fate: MutantFate, items: list[Item]) -> None:
         self.fate, self.items = fate, items
         self.at, self.step = 0, ""  # the index of the current case, and its step: "repeat" (launches) or "law"
         self.lost = False  # whether a process was lost on this case, so that the law runs at once

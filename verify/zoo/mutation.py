@@ -41,7 +41,7 @@ from verify.findings import known as known_defects
 from verify.findings.text_table import text_table
 from verify.zoo.edits import OPERATORS, edits
 from verify.zoo.launch_edits import Watch, watch
-from verify.zoo.mutants import Fate, Hunt, Mutant
+from verify.zoo.mutants import Mutant, MutantFate, MutantHunt
 
 ARGUED = pathlib.Path(__file__).with_name("equivalent.json")
 # Cases of rules that together take every branch that depends on the call.
@@ -111,7 +111,7 @@ def runs_by_law(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list
         law = book.laws[name]
         if law.needs(domain) is None:
             drawn: list[Example] = []
-            of_law(law, domain, seed, profile.examples_of(name), drawn.append)
+            of_law(law, domain, seed, profile.examples_of(law), drawn.append)
             if not runs:
                 drawn.sort(key=lambda example: _work(example.case))
             runs += [Run(name, spec, example) for example in drawn]
@@ -126,7 +126,7 @@ def _work(case: Any) -> int:
     return chunks * case.value_heads * -(-case.key_dim // 64) * -(-case.value_dim // 64)
 
 
-def argue(fates: Sequence[Fate], adapter: str, file: pathlib.Path = ARGUED) -> None:
+def argue(fates: Sequence[MutantFate], adapter: str, file: pathlib.Path = ARGUED) -> None:
     """Fill in the arguments on file that an edit is no defect. A law that kills it refutes one.
 
     An argument holds for the versions that its group lists and, if the group lists `adapters`, only where one of these is mutated.
@@ -140,11 +140,11 @@ def argue(fates: Sequence[Fate], adapter: str, file: pathlib.Path = ARGUED) -> N
         fate.argued, fate.reason = known.get((fate.mutant.kernel.name, *fate.mutant.changed), ("", ""))
 
 
-def _column(fate: Fate) -> str:
+def _column(fate: MutantFate) -> str:
     return "argued" if fate.state == "survived" and fate.argued else fate.state
 
 
-def table(fates: Sequence[Fate], all_mutants: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
+def table(fates: Sequence[MutantFate], all_mutants: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
     """A table of the mutants' fates, by kernel and by operator."""
     lines: list[str] = []
     kernels = list(dict.fromkeys(mutant.kernel.name for mutant in all_mutants))
@@ -163,7 +163,7 @@ def table(fates: Sequence[Fate], all_mutants: Sequence[Mutant], uncovered: Seque
     return "\n".join(lines)
 
 
-def summary(fates: Sequence[Fate]) -> str:
+def summary(fates: Sequence[MutantFate]) -> str:
     """Lines that tell how many mutants were killed, by which laws, and after how many cases."""
     killed = [fate for fate in fates if fate.state == "killed"]
     argued = [fate for fate in fates if _column(fate) == "argued"]
@@ -189,7 +189,7 @@ def summary(fates: Sequence[Fate]) -> str:
     return "\n".join(lines)
 
 
-def description(fate: Fate) -> str:
+def description(fate: MutantFate) -> str:
     """The lines of a mutant that a person should look at: a survivor, an undecided one, or a kill that refutes an argument."""
     lines = [f"{'REFUTED' if fate.state == 'killed' else fate.state.upper():<12}{fate.mutant.id}  {fate.mutant.edit.operator}"]
     lines += [f"  {line}" for line in fate.mutant.diff.split("\n")]
@@ -269,7 +269,7 @@ def mutate(
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
         most = MOST["interpreted"] if profile.large else 0  # tokens of the longest sequence, as in a check of interpreted kernels
-        domain = sized(adapter.domain, getattr(adapter, "chunk", None), most, adapter.algorithm)
+        domain = sized(adapter.domain, adapter.chunk, most, adapter.algorithm)
         runs = runs_by_law(spec, domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})
@@ -277,8 +277,8 @@ def mutate(
             f"{len(mutants)} mutants of {kernels} kernels, {len(uncovered)} of them in code that no case runs; "
             f"{len(chosen)} are checked"
         )
-        fates = [Fate(mutant) for mutant in chosen]
-        hunt, interrupted = Hunt(seen, runs, workers, deadline_s, _progress()), False
+        fates = [MutantFate(mutant) for mutant in chosen]
+        hunt, interrupted = MutantHunt(seen, runs, workers, deadline_s, _progress()), False
         try:
             hunt(fates)
         except KeyboardInterrupt:
@@ -293,7 +293,7 @@ def mutate(
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
     written = True
     if json_to:
-        data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
+        data = [fate.to_json() for fate in (*fates, *(MutantFate(mutant, "uncovered") for mutant in uncovered))]
         try:
             _write(json_to, "".join(json.dumps(entry) + "\n" for entry in data))
         except ValueError as error:

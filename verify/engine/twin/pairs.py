@@ -28,7 +28,7 @@ JUDGED = {**PROMISES, "deterministic": "again", "position_independent": "batch"}
 OF_LAYERS = {"split_invariant": "cache", "decode_equals_prefill": "cache", "deterministic": "memory"}
 
 
-class Answer(enum.StrEnum):
+class Relation(enum.StrEnum):
     """What the two are to each other."""
 
     SAME = "same bits"
@@ -47,7 +47,7 @@ class Side:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class TwinCase:
     """A case of both sides: the lines of their law `oracle`, and the distance of each from the truth in multiples of its tolerance.
 
     `y` is the output that is compared by token, and `drift` says how far it is apart; it is None if a side returned nothing.
@@ -77,7 +77,7 @@ class Kept:
 class Twins:
     """What was found about two implementations. `causes` explain the difference in the `widest` case, the largest share first."""
 
-    pairs: list[Pair]
+    pairs: list[TwinCase]
     promises: list[Kept]
     causes: list[Cause] = dataclasses.field(default_factory=list)
 
@@ -88,18 +88,18 @@ class Twins:
         return [side for number, side in enumerate(SIDES) if any(both[number].verdict == BROKEN for both in cells)]
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Relation:
         """What the two are to each other."""
         if self.wrong:
-            return Answer.WRONG
+            return Relation.WRONG
         if any(cell.verdict == NOT for pair in self.pairs for cell in pair.cells) or not all(pair.drift for pair in self.pairs):
-            return Answer.UNDECIDED
+            return Relation.UNDECIDED
         if any(cell.verdict == NOT for kept in self.promises for cell in kept.cells):
-            return Answer.UNDECIDED
-        return Answer.ROUNDING if any(any(pair.unequal.values()) for pair in self.pairs) else Answer.SAME
+            return Relation.UNDECIDED
+        return Relation.ROUNDING if any(any(pair.unequal.values()) for pair in self.pairs) else Relation.SAME
 
     @property
-    def widest(self) -> Pair:
+    def widest(self) -> TwinCase:
         """The case with the largest difference, in which the cause is looked for."""
         return max(self.pairs, key=lambda pair: pair.drift.largest if pair.drift else -1.0)
 
@@ -199,9 +199,9 @@ def _badness(cell: SiteVerdict) -> tuple[int, float]:
     return (HOLDS, NOT, BROKEN).index(cell.verdict), cell.ratio
 
 
-def _pair(case: Any, *sides: _Case) -> Pair:
+def _pair(case: Any, *sides: _Case) -> TwinCase:
     y, left = token_output(case.spec), [words for side in sides for words in side.left]
-    pair = Pair(tuple(side.line for side in sides), tuple(side.cell for side in sides), y, left=left)
+    pair = TwinCase(tuple(side.line for side in sides), tuple(side.cell for side in sides), y, left=left)
     if absent := [name for name, side in zip(SIDES, sides, strict=True) if WHOLE not in side.results]:
         return dataclasses.replace(pair, absent=absent)
     one, other = (side.results[WHOLE] for side in sides)
