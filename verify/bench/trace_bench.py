@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.play import Slot
 from verify.adapters.base import Engine, TraceAdapter
+from verify.bench.failing import Fault
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import ALONG, Layout, indices, lay_out
@@ -47,6 +48,7 @@ class TraceBench(Watched):
         self.declared: Mapping[str, Any] = MappingProxyType({})
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.padding_rows = 0  # of the last batch, if they have a slot
+        self.fault: Fault | None = None  # in which the engine is called
 
     def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
         """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype.
@@ -74,6 +76,18 @@ class TraceBench(Watched):
         with contextlib.suppress(AdapterFault):
             self.call("prefill", engine.engine.prefill, dataclasses.replace(batch, **moved))
 
+    @contextlib.contextmanager
+    def failing(self, at: int, *, allocations: bool = False) -> Iterator[Fault]:
+        """Let operation `at` of the engine's calls inside fail as if memory had run out, and drop what is raised."""
+        self.fault = fault = Fault(at, allocations=allocations)
+        try:
+            yield fault
+        except Exception:  # any error is right, and so is an answer by other means
+            if self.lost:
+                raise
+        finally:
+            self.fault = None
+
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
         says = {"algorithm": self.adapter.algorithm, "chunk": self.adapter.chunk, **self.declared}
@@ -92,7 +106,8 @@ class TraceBench(Watched):
         shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
         contexts = (devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared), recorder.launches())
         with self.watched(*contexts, output=name):
-            answer = self.call_engine(method, *args, **options)
+            with self.fault or contextlib.nullcontext():
+                answer = self.call_engine(method, *args, **options)
             devices.settle(self.device)
         return answer
 

@@ -3,6 +3,7 @@
 Token by token, in float32: the convolution over the window, the gates, the norm of q and k, and the gated delta rule. Each row of a
 batch is computed on tensors of its own. torch's vector code treats the end of a tensor differently, so in a shared tensor the bits
 of a row would depend on the other rows. Every method is one step, so that a wrong engine (verify/zoo/wrong_traces.py) changes one.
+Each call gets all the memory that it needs before it writes to the pool or changes an owner, so one that fails has changed nothing.
 """
 
 import dataclasses
@@ -84,18 +85,18 @@ class PoolEngine(Engine):
         self.copy(source, self.owned[new])
 
     def swap(self, request: str) -> None:
-        slot = self.owned.pop(request)
+        slot = self.owned[request]
         state, window = self.states[slot].clone(), self.windows[slot].clone()
         self.give(slot)
         slot = self.owned[request] = self.take()
         self.states[slot], self.windows[slot] = state, window
 
     def transfer(self, request: str) -> None:
-        slot = self.owned.pop(request)
-        ranks = self.cut(self.states[slot].clone(), self.windows[slot].clone())
+        slot = self.owned[request]
+        state, window = self.joined(self.cut(self.states[slot].clone(), self.windows[slot].clone()))
         self.give(slot)
         slot = self.owned[request] = self.take()
-        self.states[slot], self.windows[slot] = self.joined(ranks)
+        self.states[slot], self.windows[slot] = state, window
 
     def sections(self) -> list[int]:
         """Return the channels of q, k and v in a window."""
@@ -115,15 +116,17 @@ class PoolEngine(Engine):
 
     def prefill(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
+        o = self.outputs(rows)
         self.save(batch, rows)
         self.write(rows, batch.lengths)
-        return self.outputs(rows)
+        return o
 
     def decode(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
+        o = self.outputs(rows)
         self.save(batch, rows)
         self.write(rows, batch.lengths)
-        return self.outputs(rows)
+        return o
 
     def verify(self, batch: Batch) -> Tensor:
         self.drafted = self.rows(batch)
@@ -154,7 +157,7 @@ class PoolEngine(Engine):
 
     def put(self, row: Progress, slot: int, count: int) -> None:
         """Write the state and window of a row after `count` tokens to a slot."""
-        self.states[slot] = row.states[count].to(self.states.dtype)
+        self.states[slot] = row.states[count]
         self.windows[slot] = row.line[:, count : count + self.sizes.width - 1]
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
@@ -222,7 +225,7 @@ class PoolEngine(Engine):
 class Pool(TraceAdapter):
     """`PoolEngine`: every row's state and window are read from its slot, advanced, and written back."""
 
-    domain = TraceDomain()
+    domain = TraceDomain(retries=True)
     engine: type[PoolEngine] = PoolEngine
 
     def open(self, sizes: Sizes) -> Engine:
