@@ -26,7 +26,7 @@ def let_fail(bench: TraceBench, case: TraceCase) -> bool:
     ends = dict.fromkeys((0, *sorted(kinds.values())), math.inf)  # by the place of a step, an operation that it has not
     first, *later = ends
     turns = [(first, at) for at in numbers]
-    turns += [(place, at) for turn, place in enumerate(later) for at in numbers[turn % 4 :: 4]]
+    turns += [(place, at) for turn, place in enumerate(later) for at in numbers[turn % 2 :: 4]]
     for place, at in (*turns, *turns[::-2]):
         if at < ends[place]:
             if _fails(bench, case, place, at):
