@@ -59,7 +59,7 @@ class AnswersByOtherMeans(wrong_histories.ServesAgain):
         return super().prefill(batch)
 
 
-RIGHT = ("zoo/ServesAgain", "gdn/pool", f"{HERE}:AnswersByOtherMeans", "examples/own_engine.py:OwnEngine")
+RIGHT = ("zoo/ServesAgain", "gdn/pool", f"{HERE}:AnswersByOtherMeans")
 
 
 @pytest.mark.parametrize("spec", RIGHT)
@@ -95,7 +95,7 @@ def test_every_call_of_an_engine_fails_that_gets_memory() -> None:
     assert outcome_of(f"law=history variant=retried adapter={HERE}:Told {trace}").verdict is Verdict.HOLDS
     raised = adapter_of(f"{HERE}:Told").raised  # of the module that was loaded from this file
     told_of = collections.Counter(raised)
-    assert {*told_of} == {"prefill", "decode", "verify", "swap", "transfer"}, "the others only write to what is there"
+    assert {*told_of} == {"admit", "prefill", "decode", "verify", "fork", "swap", "transfer"}, "a commit only writes"
     assert told_of["prefill"] >= 4, "two prefills fail several times"
     raised.clear()
     assert outcome_of(f"law=history variant=failed adapter={HERE}:Told {trace}").verdict is Verdict.HOLDS
@@ -139,13 +139,10 @@ class ElsewhereInMemory(wrong_histories.ServesAgain):
             return super().prefill(batch)
 
 
-@pytest.mark.parametrize(
-    ("variant", "reason"),
-    [("failed", "no operation of torch failed"), ("retried", "no operation failed that gets memory of torch")],
-)
-def test_a_trace_in_which_nothing_fails_is_blind(variant: str, reason: str) -> None:
+@pytest.mark.parametrize("variant", ["failed", "retried"])
+def test_a_trace_in_which_nothing_fails_is_blind(variant: str) -> None:
     outcome = outcome_of(f"law=history variant={variant} adapter={HERE}:ElsewhereInMemory op=serving trace=p:a1")
-    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, reason)
+    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "no operation of torch failed")
 
 
 def test_numbers_of_operations_lie_close_at_first_and_then_further_apart() -> None:

@@ -266,7 +266,7 @@ def _again(bench: TraceBench, case: TraceCase, engine: Retried) -> Iterator[Mome
         _check_slots(engine.engine, case, moment)
         yield moment
     if not engine.failed:
-        raise Blind("no operation failed that gets memory of torch")
+        raise Blind("no operation of torch failed")
 
 
 def _histories(domain: TraceDomain) -> tuple[str, ...]:
