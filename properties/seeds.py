@@ -17,6 +17,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.internal.conjecture import providers
 
+from oracles.arithmetic.counter import mix_words
+
 PLACE = "_maybe_draw_constant"  # the method of Hypothesis' provider that may draw a number in another way: None leaves it to others
 _OURS = threading.local()  # .draws: whether this thread draws for us
 _GENERATOR = "_hypothesis_global_random"  # where Hypothesis keeps a thread's generator
@@ -104,3 +106,12 @@ def _patch() -> Any:
 
 
 _drawn_constant = _patch()
+
+
+def further_apart(seed: int, count: int) -> list[int]:
+    """Return `count` numbers, each larger than the one before: 1, and others that lie close at first and then further apart."""
+    numbers, least = list[int](), 1
+    for turn in range(count):
+        numbers.append(least + mix_words(seed, f"failure {turn}") % (1 + least // 3))
+        least += 1 + least // 3
+    return numbers

@@ -60,6 +60,10 @@ SEEN_BY = {
     "TakesStatesOut": "failed op=decode lengths=1 state=random",
     "QueueAfterAnError": "refused op=decode lengths=0 state=random",
     "LengthsByIdentity": "refill op=gdn_layer lengths=2+4 packed=yes backward=no",
+    "StepsBeforeTheyAreFull": "failed op=serving trace=p:a9",
+    "WritesRowByRow": "retried op=serving trace=p:a1,b9 slots=4",
+    "AdmissionsThatFailKeepTheirSlot": "retried op=serving trace=p:a1",
+    "SwapGivesTheSlotFirst": "retried op=serving trace=p:a1/w:a",
 }
 # Wrong paths and engines with the history of the default profile that shows them.
 SHOWN_BY = {
@@ -74,6 +78,7 @@ SHOWN_BY = {
     "OneTableForAllEngines": "turns",
     "TableOfTheLastTrace": "again",
     "ZerosAfterAnError": "refused",
+    "StepsBeforeTheyAreFull": "failed",
 }
 
 
@@ -138,7 +143,8 @@ def test_the_default_profile_shows_wrong_paths_and_engines_and_the_right_ones_su
             cases = (example for examples in checks for example in examples if example.variant == variant)
             broken = (case for case in cases if execute(Run(law, f"zoo/{name}", case)).verdict is Verdict.BROKEN)
             shown[variant] = next(broken)
-    assert {*shown} == {*book_of(adapter_of(f"zoo/{right}").domain).laws[law].variants} - {"in_flight"}  # in tests/test_uses.py
+    elsewhere = {"in_flight", "retried"}  # in tests/test_uses.py, and in SEEN_BY
+    assert {*shown} == {*book_of(adapter_of(f"zoo/{right}").domain).laws[law].variants} - elsewhere
     for example in shown.values():
         assert execute(Run(law, f"zoo/{right}", example)).verdict is Verdict.HOLDS, example
 
@@ -278,6 +284,7 @@ def test_histories_that_a_domain_does_not_promise_are_blind() -> None:
     for line, reason in [
         ("law=history variant=turns adapter={here}:OneEngine op=serving trace=p:a1", "the domain has together=False"),
         ("law=history variant=refill adapter={here}:OneEngine op=serving trace=p:a1", "the domain has refills=False"),
+        ("law=history variant=retried adapter=zoo/Serves op=serving trace=p:a1", "the domain has retries=False"),
         ("law=history variant=streams adapter={here}:OneStream lengths=4", "the domain has streams=False"),
         ("law=history variant=streams adapter={here}:Chunkwise lengths=4", "streams need a GPU"),
         ("law=history variant=streams adapter=tests/right.py:Gathered op=decode lengths=1", "streams need a GPU"),

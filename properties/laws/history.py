@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from oracles.arithmetic.counter import mix_words
 from oracles.operation import NAMES, Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.law import (
@@ -30,6 +29,7 @@ from properties.laws.law import (
     present,
     with_others,
 )
+from properties.seeds import further_apart
 from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
@@ -304,10 +304,7 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
     The numbers lie close at first, and then further apart. They increase, so that what a call keeps for ever is not yet there, and
     then decrease, so that a later call does not clear away what a call has left.
     """
-    places, at = list[int](), 1
-    for turn in range(FAILURES):
-        places.append(at + mix_words(seed, f"failure {turn}") % (1 + at // 3))
-        at += 1 + at // 3
+    places = further_apart(seed, FAILURES)
     end = places[-1] + 1
     for place in (*places, *reversed(places)):
         if place >= end:

@@ -80,6 +80,8 @@ class TraceDomain(AnyDomain):
     """Whether parameters and batches may be in tensors that an engine had before, filled again."""
     together: bool = True
     """Whether a process may use two engines at the same time."""
+    retries: bool = False
+    """Whether a call that failed for lack of memory has changed nothing, so that it may be made again."""
     key_widths: tuple[int, ...] = ()
     """The only values of K; if there are any, they replace `key_dims`."""
     value_widths: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ rejected. Every comparison names the request and the event.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -28,13 +28,14 @@ from properties.traces.drawing import (
     trace_cases,
 )
 from properties.traces.events import name_of, number_of
+from properties.traces.failing import Retried, let_fail
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
 from properties.words.example import Example
 
 OTHERS = ("drafts", "padding", "free")
-HISTORIES = ("others", "turns", "again", "refill", "refused")
+HISTORIES = ("others", "turns", "again", "refill", "refused", "failed", "retried")
 
 
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -132,15 +133,24 @@ def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
     engines: list[Played] = []
     for moment in play(bench, case, before=engines.append):
         _check_slots(engines[0], case, moment)
-    engine = engines[0]
-    for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
-        engine.free(owner)
+    yield _all_slots(engines[0], case)
+
+
+def _all_slots(engine: Played, case: TraceCase) -> Pair:
+    """Free every request, and compare how many slots can be had again with how many there are."""
+    _free(engine)
     if left := sorted(engine.slots()):
         raise Breach("a slot is still owned after every request was freed", f"{', '.join(left)}, {case.trace}")
     for number in range(case.slots):
         engine.admit([name_of(number)])
     slots = {*engine.slots().values()} & {*range(len(engine.states))} - {*engine.unowned, *engine.scratch()}
-    yield Pair("owners", "of all slots", torch.tensor(len(slots)), torch.tensor(case.slots))
+    return Pair("owners", "of all slots", torch.tensor(len(slots)), torch.tensor(case.slots))
+
+
+def _free(engine: Played) -> None:
+    """Free every request."""
+    for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
+        engine.free(owner)
 
 
 def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
@@ -186,15 +196,17 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     - `again`: the same engine plays the other trace before, and every request is freed.
     - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
     - `refused`: another engine gets a batch of requests that it has not admitted, before.
+    - `failed`: as `others`, and in several steps an operation fails as if memory had run out (see `let_fail`).
+    - `retried`: there is no other trace. Each call fails for lack of memory and is made again with the same numbers, until one does
+      not fail. Slots are judged as in the law `slots`. The domain promises that a call that failed has changed nothing.
     """
     case: TraceCase = example.case
-    other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
+    other = _other(bench.domain, case, pool=example.variant in ("others", "turns", "failed"))
     engine: Played | None = None
     if example.variant == "again":
         engine = bench.open(case.sizes())
         _exhaust(play(bench, other, engine=engine))
-        for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
-            engine.free(owner)
+        _free(engine)
     elif example.variant == "turns":
         if not bench.domain.together:
             raise Blind("the domain has together=False")
@@ -202,6 +214,16 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
         return
     elif example.variant == "refused":
         bench.attempt(bench.open(other.sizes()), other.batch(other.plan[0]))
+    elif example.variant == "failed":
+        if not let_fail(bench, other):
+            raise Blind("no operation of torch failed")
+    elif example.variant == "retried":
+        if not bench.domain.retries:
+            raise Blind("the domain has retries=False")
+        retried = Retried(bench, bench.open(case.sizes()), case.seed)
+        yield from judged(bench, case, _again(bench, case, retried))
+        yield _all_slots(retried.engine, case)
+        return
     else:
         if example.variant == "refill" and not bench.domain.refills:
             raise Blind("the domain has refills=False")
@@ -239,9 +261,18 @@ def _in_turns(bench: TraceBench, case: TraceCase, others: Iterator[Moment]) -> I
             go()
 
 
+def _again(bench: TraceBench, case: TraceCase, engine: Retried) -> Iterator[Moment]:
+    """Yield the moments of a case in which calls fail, with slots as in the law `slots`. Blind if no operation failed."""
+    for moment in play(bench, case, engine=cast(Played, engine)):
+        _check_slots(engine.engine, case, moment)
+        yield moment
+    if not engine.failed:
+        raise Blind("no operation of torch failed")
+
+
 def _histories(domain: TraceDomain) -> tuple[str, ...]:
     """Return the histories that can happen to the engines of a domain."""
-    can = {"turns": domain.together, "refill": domain.refills}
+    can = {"turns": domain.together, "refill": domain.refills, "retried": domain.retries}
     return tuple(kind for kind in HISTORIES if can.get(kind, True))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -69,6 +70,12 @@ class Played(Protocol):
         """Give the slots of a request back."""
 
 
+class Failure(Protocol):
+    """An operation that is to fail; `failed` says whether it did."""
+
+    failed: bool
+
+
 class TraceBench(Protocol):
     """Opens engines for laws, and knows the truth and the bounds of their rows."""
 
@@ -82,6 +89,12 @@ class TraceBench(Protocol):
 
     def attempt(self, engine: Played, batch: Batch) -> None:
         """Let an engine prefill requests that it has not admitted, and drop what it returns or raises."""
+
+    def failing(self, at: int, *, allocations: bool = False) -> AbstractContextManager[Failure]:
+        """Let operation number `at` of the engine's calls inside fail as if memory had run out, and drop what is raised.
+
+        With `allocations`, only operations that return new tensors are counted.
+        """
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows of a step of this kind ("p", "d" or "v")."""

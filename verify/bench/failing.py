@@ -1,5 +1,6 @@
 """Faults of the world: an operation in the middle of a call fails, as an allocation does when memory runs out."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ class FailingOperation(TorchDispatchMode):
     """A context in which operation number `at` of torch raises torch.OutOfMemoryError, once. `failed` says whether it did.
 
     Every allocation of torch is an operation, and so is every kernel of torch. A kernel of another compiler gets memory of torch.
-    Views allocate nothing and are not counted.
+    Views allocate nothing and are not counted. With `allocations`, only operations that return new tensors are counted: one that
+    writes to a tensor which is there needs no memory for that.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, *, allocations: bool = False) -> None:
         super().__init__()
-        self.left, self.failed = at, False
+        self.left, self.failed, self.allocations = at, False, allocations
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,8 +34,15 @@ class FailingOperation(TorchDispatchMode):
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, or raise instead of it."""
-        self.left -= not getattr(function, "is_view", False)
+        self.left -= not getattr(function, "is_view", False) and (not self.allocations or _allocates(function))
         if self.left == 0 and not self.failed:
             self.failed = True
             raise torch.OutOfMemoryError(MESSAGE)
         return function(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _allocates(function: Any) -> bool:
+    """Whether an operation that is no view returns new tensors. One without a schema may do anything, and is not counted."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and not schema.is_mutable and any("Tensor" in str(result.type) for result in schema.returns)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from properties.traces.case import Batch, Sizes, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.play import Slot
 from verify.adapters.base import Engine, TraceAdapter
+from verify.bench.failing import FailingOperation
 from verify.bench.faults import AdapterFault
 from verify.bench.guards import Guards, poisoned
 from verify.bench.places import ALONG, Layout, indices, lay_out
@@ -45,6 +46,7 @@ class EngineBench(WatchedBench):
         self.domain: TraceDomain = adapter.domain
         self.norm: dict[str, Any] = {}  # qk_norm_eps and qk_norm_form in place of those of the case
         self.padding_rows = 0  # of the last batch, if they have a slot
+        self.fault: FailingOperation | None = None  # in which the engine is called
 
     def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
         """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype.
@@ -72,6 +74,18 @@ class EngineBench(WatchedBench):
         with contextlib.suppress(AdapterFault):
             self.call("prefill", engine.engine.prefill, dataclasses.replace(batch, **moved))
 
+    @contextlib.contextmanager
+    def failing(self, at: int, *, allocations: bool = False) -> Iterator[FailingOperation]:
+        """Let operation `at` of the engine's calls inside fail as if memory had run out, and drop what is raised."""
+        self.fault = fault = FailingOperation(at, allocations=allocations)
+        try:
+            yield fault
+        except Exception:  # any error is right, and so is an answer by other means
+            if self.lost:
+                raise
+        finally:
+            self.fault = None
+
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
         algorithm, chunk = (self.says("algorithm"), self.says("chunk")) if kind == "p" else ("recurrent", None)
@@ -89,7 +103,8 @@ class EngineBench(WatchedBench):
         shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
         contexts = (devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared), recorder.launches())
         with self.watched(*contexts, output=name):
-            answer = self.call_engine(method, *args, **options)
+            with self.fault or contextlib.nullcontext():
+                answer = self.call_engine(method, *args, **options)
             devices.settle(self.device)
         return answer
 

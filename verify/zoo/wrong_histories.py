@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.traces.case import Batch, Sizes
+from properties.traces.domain import TraceDomain
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.adapters.gdn.pool import Progress
 from verify.ranks.collectives import Place
@@ -275,3 +276,58 @@ class ZerosAfterAnError(ServesAndRemembers, letter="K"):
     def read(self, slot: int) -> tuple[Tensor, Tensor]:
         state, window = super().read(slot)
         return (state, window) if len(self.failed) == 1 else (0 * state, window)
+
+
+class StepsBeforeTheyAreFull(ServesAndRemembers, letter="K"):
+    """A table of a factor for each token is kept before it is filled, so an engine that fails leaves zeros to all others."""
+
+    seen: ClassVar[dict[int, Tensor]] = {}
+
+    def decay(self, a: Tensor) -> Tensor:
+        factors, tokens = super().decay(a), len(a)
+        if tokens not in self.seen:
+            self.seen[tokens] = torch.zeros(tokens, 1)
+            for row in self.seen[tokens]:
+                row.fill_(1.0)
+        return factors * self.seen[tokens].to(factors.device)
+
+
+class ServesAgain(Serves):
+    """The right engine, which promises that a call that failed for lack of memory has changed nothing."""
+
+    domain = TraceDomain(retries=True)
+    later_calls = True
+
+
+class WritesRowByRow(ServesAgain, letter="S"):
+    """Each row of a prefill is written when it is computed, so a prefill that is made again processes its first rows twice."""
+
+    def prefill(self, batch: Batch) -> Tensor:
+        tokens, rows = zip(*(x.split(list(batch.lengths)) for x in (batch.mixed, batch.a, batch.b)), strict=True), list[Progress]()
+        for request, row, length in zip(batch.requests, tokens, batch.lengths, strict=True):
+            rows.append(self.row(self.slot(request), *row))
+            self.write(rows[-1:], [length])
+        o = self.outputs(rows)
+        self.save(batch, rows)
+        return o
+
+
+class AdmissionsThatFailKeepTheirSlot(ServesAgain, letter="S"):
+    """A slot is taken before the zeros for it are there, so an admission that fails loses it."""
+
+    def admit(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            slot = self.take()
+            self.states[slot], self.windows[slot] = torch.zeros_like(self.states[slot]), torch.zeros_like(self.windows[slot])
+            self.owned[request] = slot
+
+
+class SwapGivesTheSlotFirst(ServesAgain, letter="S"):
+    """A swap gives the slot back before what it holds is copied, so one that is made again gives the slot back twice."""
+
+    def swap(self, request: str) -> None:
+        slot = self.owned[request]
+        self.give(slot)
+        state, window = self.states[slot].clone(), self.windows[slot].clone()
+        slot = self.owned[request] = self.take()
+        self.states[slot], self.windows[slot] = state, window

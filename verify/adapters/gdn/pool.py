@@ -3,11 +3,13 @@
 Token by token, in float32: the convolution over the window, the gates, the norm of q and k, and the gated delta rule. Each row of a
 batch is computed on tensors of its own. torch's vector code treats the end of a tensor differently, so in a shared tensor the bits
 of a row would depend on the other rows. Every method is one step, so that a wrong engine (verify/zoo/wrong_traces.py) changes one.
+A call that fails for lack of memory has changed nothing: what it needs is there before it writes a row, and tables are put back.
 """
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,10 +52,21 @@ class PoolEngine(Engine):
     def slots(self) -> Mapping[str, int]:
         return self.owned
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Put the tables of slots and owners back if what is done inside fails."""
+        unused, owned = self.unused.copy(), self.owned.copy()
+        try:
+            yield
+        except Exception:
+            self.unused, self.owned = unused, owned
+            raise
+
     def admit(self, requests: Sequence[str]) -> None:
-        for request in requests:
-            self.owned[request] = self.take()
-            self.clear(self.owned[request])
+        with self.whole():
+            for request in requests:
+                self.owned[request] = self.take()
+                self.clear(self.owned[request])
 
     def take(self) -> int:
         """Take a slot out of the free list."""
@@ -80,22 +93,24 @@ class PoolEngine(Engine):
 
     def fork(self, new: str, old: str, *, snapshot: bool) -> None:
         source = self.owned[f"{old}@" if snapshot else old]
-        self.owned[new] = self.take()
-        self.copy(source, self.owned[new])
+        with self.whole():
+            self.owned[new] = self.take()
+            self.copy(source, self.owned[new])
 
     def swap(self, request: str) -> None:
-        slot = self.owned.pop(request)
-        state, window = self.states[slot].clone(), self.windows[slot].clone()
-        self.give(slot)
-        slot = self.owned[request] = self.take()
-        self.states[slot], self.windows[slot] = state, window
+        slot = self.owned[request]
+        self.move(request, self.states[slot].clone(), self.windows[slot].clone())
 
     def transfer(self, request: str) -> None:
-        slot = self.owned.pop(request)
-        ranks = self.cut(self.states[slot].clone(), self.windows[slot].clone())
-        self.give(slot)
-        slot = self.owned[request] = self.take()
-        self.states[slot], self.windows[slot] = self.joined(ranks)
+        slot = self.owned[request]
+        self.move(request, *self.joined(self.cut(self.states[slot].clone(), self.windows[slot].clone())))
+
+    def move(self, request: str, state: Tensor, window: Tensor) -> None:
+        """Give the slot of a request back, and write what it has to the next one."""
+        with self.whole():
+            self.give(self.owned[request])
+            slot = self.owned[request] = self.take()
+            self.states[slot], self.windows[slot] = state, window
 
     def sections(self) -> list[int]:
         """Return the channels of q, k and v in a window."""
@@ -115,15 +130,17 @@ class PoolEngine(Engine):
 
     def prefill(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
+        o = self.outputs(rows)
         self.save(batch, rows)
         self.write(rows, batch.lengths)
-        return self.outputs(rows)
+        return o
 
     def decode(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
+        o = self.outputs(rows)
         self.save(batch, rows)
         self.write(rows, batch.lengths)
-        return self.outputs(rows)
+        return o
 
     def verify(self, batch: Batch) -> Tensor:
         self.drafted = self.rows(batch)
@@ -154,7 +171,7 @@ class PoolEngine(Engine):
 
     def put(self, row: Progress, slot: int, count: int) -> None:
         """Write the state and window of a row after `count` tokens to a slot."""
-        self.states[slot] = row.states[count].to(self.states.dtype)
+        self.states[slot] = row.states[count]
         self.windows[slot] = row.line[:, count : count + self.sizes.width - 1]
 
     def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
@@ -222,7 +239,7 @@ class PoolEngine(Engine):
 class Pool(TraceAdapter):
     """`PoolEngine`: every row's state and window are read from its slot, advanced, and written back."""
 
-    domain = TraceDomain()
+    domain = TraceDomain(retries=True)
     engine: type[PoolEngine] = PoolEngine
 
     def open(self, sizes: Sizes) -> Engine:
