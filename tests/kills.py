@@ -33,10 +33,10 @@ SHRUNK = 16  # the case of one row in so many is shrunk, because that takes long
 
 
 class Fewer(Profile):
-    """A profile in which the law `oracle` gets only twice as many examples as the others."""
+    """A profile in which a base law gets only twice as many examples as the others."""
 
-    def examples_of(self, law: str) -> int:
-        return self.examples * (2 if law == "oracle" else 1)
+    def examples_of(self, law: Law) -> int:
+        return self.examples * (2 if law.base else 1)
 
 
 @dataclasses.dataclass(frozen=True)

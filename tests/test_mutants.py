@@ -61,7 +61,6 @@ KILLED_BY = {
     rules.GroupsByShift: (Kill("oracle", 2),),
     rules.WideValuesDoNotDecay: (Kill("strides", 1, seeds=4, shown=(1, 24)),),
     rules.InferenceForgetsTheTail: (Kill("absent", 1),),
-    rules.FrozenQueriesTakeTheGate: (Kill("absent", 2, shown=(0, 25)),),
     rules.SquaresInHalf: (Kill("norm", 1, shown=(0, 17)),),
     gates.ForgetsDtBias: (Kill("gates", 6),),
     gates.BiasInHalf: (Kill("gates", 9),),

@@ -159,9 +159,10 @@ class Law:
     examples of a domain that a check with large cases has for every seed. `turns` returns the variants that the examples of a check
     have in turn, so that a check of few examples has them all.
 
-    `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers the
-    widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it shows
-    little on one head.
+    `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers
+    the widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it
+    shows little on one head. `few`, if any, are the cases of a check with up to four times as many of other laws: what the law
+    shows depends little on the case.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Law:
     base: bool = False
     counterpart: bool = False
     several_heads: bool = False
+    few: int = 0
 
     def on_gpu(self) -> "Law":
         """Return the law with the examples that it has on a GPU."""

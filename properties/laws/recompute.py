@@ -258,4 +258,5 @@ def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, a
         always=precise,  # in bf16 a derivative may be off by half of its largest row
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
+        few=len(VARIANTS) + 1,  # each variant, and the one that always comes
     )

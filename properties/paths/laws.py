@@ -272,6 +272,7 @@ PATH_LAWS: dict[str, Law] = {
             checks.replicas,
             lambda domain: _needs_layer(computes=True, replicas=True)(domain) or _sharing_heads(domain),
             lacks=lambda case, _: None if case.tp > 1 and not case.sp else "tp over 1 and sp=no",
+            few=10,
         ),
         Law(
             "accumulated",
@@ -286,6 +287,7 @@ PATH_LAWS: dict[str, Law] = {
             plain=True,
             lacks=lambda case, _: None if case.backward else "backward=yes",
             turns=lambda domain: ("frozen",),
+            few=10,
         ),
         Law(
             "clipped",

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line imports this module before torch
     from properties.laws.law import Law
 
-# Laws whose defects show in almost every case, and which are therefore given few; with the least. `recompute` has its variants.
-SELDOM = {"recompute": 11, "replicas": 10, "accumulated": 10}
-
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much to check: `examples` for each law, four times as many for the base law of a book, and few for the laws in SELDOM.
+    """How much to check: `examples` for each law, four times as many for the base law of a book.
 
     `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
     cases with the largest errors so far. `large`: whether some cases are large (properties/words/sizes.py).
@@ -27,10 +24,10 @@ class Profile:
     def examples_of(self, law: "Law") -> int:
         """How many cases of a law are run. A base law covers the widest space and gets four times as many.
 
-        What the laws in SELDOM show depends little on the case: each variant of `recompute` is played once or twice.
+        A law of few cases gets a quarter, or its few.
         """
-        if law.name in SELDOM:
-            return min(self.examples, max(SELDOM[law.name], self.examples // 4))
+        if law.few:
+            return min(self.examples, max(law.few, self.examples // 4))
         return self.examples * (4 if law.base else 1)
 
 

@@ -227,6 +227,19 @@ class ConvOneFunction(Conv):
         return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
 
 
+class FrozenQueriesTakeTheGate(Chunkwise, letter="F"):
+    """The gate's gradient is computed from that of the queries, which is absent if queries require no gradient."""
+
+    frozen = False
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.frozen = torch.is_grad_enabled() and not x.q.requires_grad
+        return super().run(x)
+
+    def decays(self, total: Tensor) -> Tensor:
+        return super().decays(total.detach() if self.frozen else total)
+
+
 class ConvAllGradients(ConvOneFunction, letter="F"):
     """The gradients that are needed are returned one after another, as if all of them were."""
 

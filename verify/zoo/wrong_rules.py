@@ -575,19 +575,6 @@ class InferenceForgetsTheTail(Chunkwise, letter="V"):
         return super().last(total) * (torch.is_grad_enabled() or total.shape[-1] == self.size)
 
 
-class FrozenQueriesTakeTheGate(Chunkwise, letter="F"):
-    """The gate's gradient is computed from that of the queries, which is absent if queries require no gradient."""
-
-    frozen = False
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        self.frozen = torch.is_grad_enabled() and not x.q.requires_grad
-        return super().run(x)
-
-    def decays(self, total: Tensor) -> Tensor:
-        return super().decays(total.detach() if self.frozen else total)
-
-
 class SquaresInHalf(Chunkwise, letter="L"):
     """The norm in the kernel squares in the inputs' dtype, so in fp16 a query of norm 256 or more becomes zero."""
 
