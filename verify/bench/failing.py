@@ -11,13 +11,11 @@ MESSAGE = "out of memory, as the law makes it in the middle of a call"
 
 
 class Fault(TorchDispatchMode):
-    """A context in which operation number `at` of torch raises torch.OutOfMemoryError, once; with 0, none does.
-
-    `failed` says whether it did, and `seen` how many operations there were.
+    """A context in which operation number `at` of torch raises torch.OutOfMemoryError, once. `failed` says whether it did.
 
     Every allocation of torch is an operation, and so is every kernel of torch. A kernel of another compiler gets memory of torch.
     Views allocate nothing and are not counted. With `allocations`, only operations that return new tensors are counted: one that
-    writes to a tensor which is there needs no memory for that.
+    writes to a tensor which is there needs no memory for that. `seen` says how many there were. With 0 for `at`, none fails.
     """
 
     def __init__(self, at: int, *, allocations: bool = False) -> None:
