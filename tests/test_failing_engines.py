@@ -70,6 +70,21 @@ def test_engines_that_write_when_all_is_computed_may_be_called_again(spec: str, 
     assert set(verdicts) == {Verdict.HOLDS}
 
 
+class OutputsBehindTheWrites(wrong_histories.ServesAgain):
+    """Rows are written before there is memory for their outputs, which is the last that a call gets."""
+
+    def decode(self, batch: Batch) -> Tensor:
+        rows = self.rows(batch)
+        self.write(rows, batch.lengths)
+        return self.outputs(rows)
+
+
+def test_the_last_operation_of_a_call_fails_too() -> None:
+    for seed in range(4):
+        line = f"law=history variant=retried adapter={HERE}:OutputsBehindTheWrites op=serving trace=p:a3/d:a seed={seed}"
+        assert outcome_of(line).verdict is Verdict.BROKEN, line
+
+
 class Told(wrong_histories.ServesAgain):
     """The right engine, which notes the calls that raise."""
 

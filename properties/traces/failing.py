@@ -2,13 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from oracles.arithmetic.counter import mix_words
 from properties.seeds import further_apart
 from properties.traces.case import TraceCase
-from properties.traces.play import Failure, Played, TraceBench, advance
+from properties.traces.play import Played, TraceBench, advance, play
 
 FAILURES = 12  # numbers of operations that fail in engines before a trace, unless a step has fewer
 ROWS = ("prefill", "decode", "verify", "commit")
@@ -51,22 +51,30 @@ def _fails(bench: TraceBench, case: TraceCase, place: int, at: int) -> bool:
     return failure.failed
 
 
-class Retried:
-    """An engine of which each call fails for lack of memory, and is made again with the same numbers, until one does not fail.
+def retried(bench: TraceBench, case: TraceCase) -> "Retried":
+    """Return an engine whose calls fail in the trace of a case. Another one plays it before, to count operations."""
+    counting = Retried(bench, bench.open(case.sizes()), case.seed)
+    for _ in play(bench, case, engine=cast(Played, counting)):
+        pass
+    counts = counting.counts
+    del counting  # a domain may have together=False
+    return Retried(bench, bench.open(case.sizes()), case.seed, counts)
 
-    In calls about rows, only operations that return new tensors fail, so that an engine is right which computes all rows and then
+
+class Retried:
+    """An engine whose calls fail for lack of memory, and are made again with the same numbers, until one does not fail.
+
+    `counts` has the number of operations of each call. With those of another engine, which has played the same trace, the first
+    operation of each call fails, and then two others and the last one. Without them, none does.
+
+    In calls about rows, only operations that return new tensors count, so that an engine is right which computes all rows and then
     writes them one after the other. In other calls, an operation that writes to a tensor may fail too: on a GPU its first launch
     loads a kernel, which needs memory, and an engine can change its tables last.
     """
 
-    def __init__(self, bench: TraceBench, engine: Played, seed: int) -> None:
-        self.bench, self.engine, self.seed = bench, engine, seed
-        self.calls, self.failures = 0, list[Failure]()
-
-    @property
-    def failed(self) -> bool:
-        """Whether any operation failed."""
-        return any(failure.failed for failure in self.failures)
+    def __init__(self, bench: TraceBench, engine: Played, seed: int, others: Sequence[int] | None = None) -> None:
+        self.bench, self.engine, self.seed, self.others = bench, engine, seed, others
+        self.counts, self.failed = list[int](), False
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has by this name; its calls fail first."""
@@ -74,11 +82,22 @@ class Retried:
         return functools.partial(self._again, name in ROWS, found) if name in CALLS else found
 
     def _again(self, rows: bool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: FBT001
-        self.calls += 1
-        seed = mix_words(self.seed, f"call {self.calls}")
-        first, *later = further_apart(seed, 16)
-        for at in (first, *(later[seed % 4 :: 4] if rows else later)):  # other calls have few operations
+        number = len(self.counts)
+        self.counts.append(0)
+        for at in self._places(number):
             with self.bench.failing(at, allocations=rows) as failure:
-                self.failures.append(failure)
-                return call(*args, **options)
+                answer = call(*args, **options)
+                self.failed |= failure.failed
+                self.counts[number] = failure.seen
+                return answer
+            self.failed |= failure.failed
         return call(*args, **options)
+
+    def _places(self, number: int) -> list[int]:
+        """Return the numbers of the operations that fail in a call; 0 to count them."""
+        if self.others is None:
+            return [0]
+        if not (count := self.others[number]):
+            return []
+        drawn = (1 + mix_words(self.seed, f"call {number} failure {turn}") % count for turn in range(2))
+        return sorted({1, count, *drawn})

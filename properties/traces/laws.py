@@ -28,7 +28,7 @@ from properties.traces.drawing import (
     trace_cases,
 )
 from properties.traces.events import name_of, number_of
-from properties.traces.failing import Retried, let_fail
+from properties.traces.failing import Retried, let_fail, retried
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
@@ -197,7 +197,7 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
     - `refused`: another engine gets a batch of requests that it has not admitted, before.
     - `failed`: as `others`, and in several steps an operation fails as if memory had run out (see `let_fail`).
-    - `retried`: there is no other trace. Each call fails for lack of memory and is made again with the same numbers, until one does
+    - `retried`: there is no other trace. Each call fails for lack of memory and is made again with the same numbers, until it does
       not fail. Slots are judged as in the law `slots`. The domain promises that a call that failed has changed nothing.
     """
     case: TraceCase = example.case
@@ -220,9 +220,9 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
     elif example.variant == "retried":
         if not bench.domain.retries:
             raise Blind("the domain has retries=False")
-        retried = Retried(bench, bench.open(case.sizes()), case.seed)
-        yield from judged(bench, case, _again(bench, case, retried))
-        yield _all_slots(retried.engine, case)
+        failing = retried(bench, case)
+        yield from judged(bench, case, _again(bench, case, failing))
+        yield _all_slots(failing.engine, case)
         return
     else:
         if example.variant == "refill" and not bench.domain.refills:

@@ -71,9 +71,10 @@ class Played(Protocol):
 
 
 class Failure(Protocol):
-    """An operation that is to fail; `failed` says whether it did."""
+    """An operation that is to fail: `failed` says whether it did, and `seen` how many operations there were."""
 
     failed: bool
+    seen: int
 
 
 class TraceBench(Protocol):
@@ -93,7 +94,7 @@ class TraceBench(Protocol):
     def failing(self, at: int, *, allocations: bool = False) -> AbstractContextManager[Failure]:
         """Let operation number `at` of the engine's calls inside fail as if memory had run out, and drop what is raised.
 
-        With `allocations`, only operations that return new tensors are counted.
+        With `allocations`, only operations that return new tensors are counted. Operation 0 is none.
         """
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:

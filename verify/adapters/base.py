@@ -190,6 +190,8 @@ class Engine(abc.ABC):
       (a pool of [P, HV, V, K] returns `.mT`), so that a law can fill slots that nobody owns. Windows may have more columns than
       W - 1 if `contents` selects those of an owner.
     - `unowned` are the slots that belong to nobody and that padding rows may write to.
+
+    If the domain has `retries`, a call that raises because memory ran out has changed nothing that an owner has, and no slot.
     """
 
     states: Tensor

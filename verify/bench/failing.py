@@ -15,12 +15,12 @@ class FailingOperation(TorchDispatchMode):
 
     Every allocation of torch is an operation, and so is every kernel of torch. A kernel of another compiler gets memory of torch.
     Views allocate nothing and are not counted. With `allocations`, only operations that return new tensors are counted: one that
-    writes to a tensor which is there needs no memory for that.
+    writes to a tensor which is there needs no memory for that. `seen` says how many there were. With 0 for `at`, none fails.
     """
 
     def __init__(self, at: int, *, allocations: bool = False) -> None:
         super().__init__()
-        self.left, self.failed, self.allocations = at, False, allocations
+        self.at, self.allocations, self.seen, self.failed = at, allocations, 0, False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -34,8 +34,9 @@ class FailingOperation(TorchDispatchMode):
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, or raise instead of it."""
-        self.left -= not getattr(function, "is_view", False) and (not self.allocations or _allocates(function))
-        if self.left == 0 and not self.failed:
+        counts = not getattr(function, "is_view", False) and (not self.allocations or _allocates(function))
+        self.seen += counts
+        if counts and self.seen == self.at:
             self.failed = True
             raise torch.OutOfMemoryError(MESSAGE)
         return function(*args, **(kwargs or {}))
