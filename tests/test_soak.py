@@ -16,7 +16,7 @@ from tests.processes import family, gone
 from tests.together import for_each
 from verify.cli import exits, soak_command
 from verify.cli import main as cli
-from verify.engine import law_check, soak
+from verify.engine import law_check, soak, state
 from verify.engine.check import Check
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.soak import PACE, Round, Soak, merged, round_seed, summary
@@ -155,7 +155,7 @@ def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(
         now += 0.02
         return 0.5
 
-    for module in (soak, law_check):
+    for module in (soak, law_check, state):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with Soak(specs, LAWS, store=Store(tmp_path), profile=Profile("endless", 10**4)) as soaking:
         soaking.describe()
@@ -309,7 +309,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
 ) -> None:
     """The clock advances 0.1 s each time it is read, so the number of rounds does not depend on the machine."""
     looks = itertools.count()
-    for module in (soak, law_check):
+    for module in (soak, law_check, state):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.1 * next(looks)))
     monkeypatch.chdir(tmp_path)
     words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out", "--html", "page.html")
