@@ -11,6 +11,7 @@ from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, MANY_SEQUEN
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
+from properties.words.lengths import MEAN
 from properties.words.sizes import CROWD, MOST, places, sized
 from verify.adapters import loader
 from verify.engine.drawing import of_law
@@ -38,16 +39,17 @@ def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> N
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 20)
-    assert [cases.count(case) for case in limits(SIZED)] == [1] * 6
-    _, many, heads, grouped, ratio, batch = limits(SIZED)
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 7
+    _, many, mean, heads, grouped, ratio, batch = limits(SIZED)
     assert {case.state for case in limits(SIZED)} == {"random"}
-    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[2:5]] == [
+    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[3:6]] == [
         "none",
         "none",
         "both",
     ]
     assert limits(dataclasses.replace(SIZED, initial_state=False))[0].state == "none"
     assert (len(many.lengths), many.packed, {*many.lengths}) == (MANY_SEQUENCES, True, {1, 2, 3})
+    assert (mean.lengths, mean.packed) == (MEAN, True)
     assert [(case.heads, case.value_heads, case.tokens) for case in (heads, grouped, ratio)] == [
         (MANY, MANY, 3),
         (MANY, 2 * MANY, 3),
@@ -55,13 +57,21 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     ]
     assert (len(batch.lengths), batch.packed) == (MANY_ROWS, False)
     assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch]
-    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS]
-    assert limits(dataclasses.replace(SIZED, length_step=16))[0].heads == MANY, "one token is no multiple of 16"
+    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [
+        65,
+        MANY_SEQUENCES,
+        4,
+        1,
+        1,
+        1,
+        MANY_ROWS,
+    ]
+    assert limits(dataclasses.replace(SIZED, length_step=16))[1].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At1024States", 1), ("At256Heads", 2)])
+@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At1024States", 1), ("At256Heads", 3)])
 def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str, number: int, worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:{wrong}"
     below = [
@@ -78,7 +88,7 @@ def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str,
 @pytest.mark.slow
 def test_a_wrong_number_of_a_head_in_the_gate_is_broken_by_the_case_with_gates_in_the_kernel(worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:SpeedsOf256Heads"
-    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[2:5:2]
+    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[3:6:2]
     below = dataclasses.replace(computed, heads=256, value_heads=256)
     outcomes = [Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={spec} {case}"))) for case in (given, computed, below)]
     assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]

@@ -51,7 +51,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("zoo JSON", "key of a law of an animal"): lambda: {*fields(definition("Cell")), "state", "held"} - {"broken", "holding"},
     ("zoo JSON", "key of a suite"): lambda: {*fields(definition("Trial")), "killed"},
     ("zoo JSON", "key of a mutant"): lambda: (
-        {*fields(definition("Fate", with_field="differed")), *dict_keys("operator", "id"), "diff"} - {"mutant"}
+        {*fields(definition("MutantFate", with_field="differed")), *dict_keys("operator", "id"), "diff"} - {"mutant"}
     ),
     ("claims JSON", "key"): lambda: dict_keys("rows", "interrupted") | dict_keys("device", "text"),
     ("claims JSON", "key of a row"): lambda: {*fields(definition("Row")), "measured"},
