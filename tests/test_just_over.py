@@ -35,7 +35,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PoolHeadsOf7Bits: ("oracle", ("heads=257 value_heads=514", "lengths=1 value_heads=257")),
     wrong.RowsUpTo128: ("session", ("slots=260",)),
     wrong.SlotsOf7Bits: ("session", ("slots=260",)),
-    wrong.RoomFor96PaddingRows: ("session", ("slots=4",)),
+    wrong.RoomFor96PaddingRows: ("session", ("slots=4 ",)),
     wrong.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     wrong.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
