@@ -57,15 +57,7 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     ]
     assert (len(batch.lengths), batch.packed) == (MANY_ROWS, False)
     assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch]
-    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [
-        65,
-        MANY_SEQUENCES,
-        4,
-        1,
-        1,
-        1,
-        MANY_ROWS,
-    ]
+    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS]
     assert limits(dataclasses.replace(SIZED, length_step=16))[1].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 

@@ -49,6 +49,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.SavedStrides: ("recompute", "offloaded"),
     wrong.OffsetsBySum: ("history", "refill"),
     wrong.SavedScale: ("recompute", ""),
+    wrong.StatesInTwoBuffers: ("history", ""),
     wrong.BiasWithTheWeight: ("recompute", "frozen"),
     wrong.ForgetsInitialStates: ("recompute", "twice"),
 }
@@ -101,6 +102,16 @@ def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
     ]
     assert execute(Run.parse(f"law=oracle adapter={HERE}:ScratchInValues {line} backward=no")).verdict is Verdict.HOLDS
     assert execute(Run.parse(f"law=oracle adapter=zoo/Recomputes {line}")).verdict is Verdict.HOLDS
+
+
+def test_failures_come_in_calls_of_several_packed_sequences() -> None:
+    """With the spans of another call of one sequence, a call of one sequence may be right."""
+    for seed in range(3):
+        failed = [one for one in in_a_check("history", domain_of(wrong.SpansByKey), seed) if one.variant == "failed"]
+        assert any(one.case.packed and len(one.case.lengths) > 1 for one in failed), seed
+    line = "law=history variant=failed adapter={} lengths=5+3 packed=yes key_dim=4 value_dim=4 gate=64 seed=2"
+    assert execute(Run.parse(line.format(f"{HERE}:SpansByKey"))).verdict is Verdict.BROKEN
+    assert execute(Run.parse(line.format("zoo/Chunkwise"))).verdict is Verdict.HOLDS
 
 
 def test_a_call_after_one_whose_backward_failed_has_other_lengths() -> None:

@@ -28,6 +28,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
     wrong.ConvEqualIfTheLastIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
+    wrong.BiasOfAFullBlock: ("oracle", ("out_width=515",)),
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
     wrong.FreshUpTo1024: ("oracle", ("fresh=some",)),

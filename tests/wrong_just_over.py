@@ -15,7 +15,7 @@ from verify.adapters.base import PathAdapter
 from verify.adapters.gdn.pool import Progress
 from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise, Layered, Serving
-from verify.zoo.modules import Conv, Gate, GatedNorm, L2Norm
+from verify.zoo.modules import Conv, Gate, GatedNorm, L2Norm, NormGateLinear
 from verify.zoo.wrong_gates import Stepwise
 from verify.zoo.wrong_traces import Serves
 
@@ -125,6 +125,16 @@ class ConvEqualIfTheLastIsTheMean(Conv):
         spans = super().boundaries(x)
         last = spans[-1][1] - spans[-1][0]
         return [(row * last, (row + 1) * last) for row in range(len(spans))] if last * len(spans) == spans[-1][1] else spans
+
+
+class BiasOfAFullBlock(NormGateLinear):
+    """Outputs come in blocks of 128. A last block that is not full gets the bias of outputs before it."""
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        if x.bias is None or len(x.bias) < 128:
+            return super().biased(y, x)
+        full, rest = len(x.bias) // 128 * 128, len(x.bias) % 128
+        return y + torch.cat([x.bias[:full], x.bias[len(x.bias) - 128 :][:rest]]).float()
 
 
 class WideWorkspace(Stepwise):

@@ -121,6 +121,34 @@ class OffsetsOfTheBackward(Recomputes):
         return super().rule(x if self._again is None or x.cu_seqlens is None else x.replaced(cu_seqlens=self._again))
 
 
+class StatesInTwoBuffers(Chunkwise):
+    """Without gradients, final states after one token lie in two buffers in turn: the third call overwrites the first"""
+
+    buffers: ClassVar[dict[Any, list[Tensor]]] = {}
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Any:
+        if state is None or x.cu_seqlens is not None or o.shape[1] != 1 or state.requires_grad or torch.is_inference_mode_enabled():
+            return super().answer(x, o, state)
+        two = self.buffers.setdefault(state.shape, [torch.empty_like(state), torch.empty_like(state)])
+        two.reverse()
+        return super().answer(x, o, two[0].copy_(state))
+
+
+class SpansByKey(Chunkwise):
+    """Spans are kept for the last offsets, whose key is stored before memory for their lengths is there."""
+
+    key: ClassVar[tuple[int, ...]] = ()
+    spans: ClassVar[list[tuple[int, int]]] = []
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        if x.cu_seqlens is None or self.key == tuple(x.cu_seqlens.tolist()):
+            return super().boundaries(x) if x.cu_seqlens is None else self.spans
+        SpansByKey.key = tuple(x.cu_seqlens.tolist())
+        lengths = (x.cu_seqlens[1:] - x.cu_seqlens[:-1]).tolist()
+        SpansByKey.spans = [(start, start + length) for start, length in zip(self.key, lengths, strict=False)]
+        return self.spans
+
+
 class ForgetsInitialStates(Recomputes):
     """The first backward frees its copy of the initial states, and a second backward takes zeros."""
 

@@ -40,7 +40,7 @@ LATER = 5  # calls after the first one: an implementation may keep what four cal
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
 SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
-FAILURES = 18  # operations that fail in the history `failed`, the last one about the 370th, unless the call has fewer
+FAILURES = 18  # operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
 
@@ -80,10 +80,10 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def rotated(case: Any, domain: Any = None) -> Any:
-    """Return the case with other numbers and, if it is packed, other lengths, by which a cache may not know it; all shapes stay.
+    """Return the case with other numbers and, if it is packed, with other lengths; all shapes stay.
 
-    The lengths are those of the case in another order. Given the domain, every other case has, if it can, other lengths whose
-    offsets have the same sum.
+    The lengths are those of the case in another order. With a domain, they are in every other case lengths whose offsets have the
+    same sum, if the domain has such lengths.
     """
     other = with_others(case, domain)
     if not other.packed:
@@ -106,7 +106,10 @@ def moved(case: Any, domain: Any) -> Any | None:
 
 
 def _others_inside(case: Any, domain: Any, places: Sequence[int], changes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield lengths inside the domain of which those up to a place have such changes, in steps of the domain, or opposite ones."""
+    """Yield the case's lengths with the changes added to those that end at each place, and subtracted, where that is in the domain.
+
+    Changes are in steps of the domain.
+    """
     for place in places:
         for step in (domain.length_step, -domain.length_step):
             lengths = [*case.lengths]
@@ -286,7 +289,7 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
 def _failed(bench: Bench, example: Example) -> Iterator[Pair]:
     """The calls that fail come first, because an earlier call may have filled what a call that fails leaves half filled.
 
-    Then comes the same call again, or for every other case one with other lengths and numbers, of which the failure knew nothing.
+    Then comes the same call again. In every other case, a call with other lengths and numbers comes before it.
     """
     case = example.case
     inputs, cotangents = bench.call(case)
@@ -360,9 +363,11 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
             lambda case: case.tokens > 0 and case.backward == domain.backward and getattr(case, "state", "random") == "random"
         )
         step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
+        packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * packs(domain)
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
-        decodes = firm_examples(domain, examples_of(step, None, ("no_grad",)))
-        return [*found, *(dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"), *decodes]
+        others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
+        again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
+        return [*found, *again, *firm_examples(domain, *others)]
 
     return Law(
         "history",

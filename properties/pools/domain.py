@@ -158,7 +158,7 @@ TREE = 16  # most tokens of a request that is a tree: the oracle computes every 
 _NUMBERS = 2**17  # most numbers in a pool
 MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
-WHOLE_TILES = 64  # tokens of a draft that are kept: a whole number of tiles of 16, 32 or 64
+WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
 MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
 _MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
 
@@ -235,10 +235,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
 
 
 def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
-    """Yield cases in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, and exactly WHOLE_TILES.
-
-    It never keeps all of them.
-    """
+    """Yield a case in which a request keeps more tokens than a number of 8 bits holds, or of 7 bits, and one with WHOLE_TILES."""
     least = next((least for least in ACCEPTED if least < domain.most_tokens), None)
     if least is not None and domain.accepts:
         yield _keeping(range(least, least + 3), min(domain.most_tokens, least + 2), words)

@@ -79,7 +79,7 @@ def limits(domain: Domain) -> list[Case]:
     found = [
         None if quick else crowd(domain),
         _narrow_case(domain, lengths=unequal, packed=True),
-        _narrow_case(domain, lengths=tuple(up(step * length) for length in MEAN), packed=True),
+        _narrow_case(domain, lengths=tuple(step * length for length in MEAN), packed=True),
         heads(MANY, MANY),
         heads(MANY, 2 * MANY),
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
@@ -101,8 +101,9 @@ def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
     These are the crowd of `crowd`; a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535; and
-    one of over 256 chunks of 64 before a packed one. Plain torch has no grid that is too large, but it may have indices that
-    are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, 32,769 tokens take 2 s.
+    one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it may have indices
+    that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, 32,769 tokens take 2
+    s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}

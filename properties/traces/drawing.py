@@ -343,8 +343,8 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
 def crowded_snapshots(domain: TraceDomain) -> list[TraceCase]:
     """Return a case in which few rows among many take snapshots, at other places of the step and of its groups of rows.
 
-    The first row ends where its snapshot is taken, and so has as many parts as the distance divides it into, but no part after it.
-    Then rows of one to three tokens come between those with snapshots, as a table of all parts of a step has them.
+    The first row ends where its snapshot is taken, so it has no part behind that place. The rows between those with snapshots have
+    one to three tokens, and so one part each in a table of the parts of all rows.
     """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     counts = dict(zip(SAVING, (every, 2 * every + 1, every + 2, 2 * every + 2), strict=True))

@@ -16,7 +16,7 @@ CALLS = (*ROWS, "admit", "fork", "swap", "transfer", "preempt", "free")
 
 
 def let_fail(bench: TraceBench, case: TraceCase) -> bool:
-    """Let steps of engines fail that play a trace, and return whether any did. An engine that failed is dropped.
+    """Let steps fail in engines that play a trace, and return whether any did. An engine that failed is dropped.
 
     Operations fail in the opening of an engine and its first step, and then in the first step of each other kind, for which a new
     engine takes the steps before. Their numbers increase, so that what is kept for ever is not yet there. Then half of them come

@@ -24,7 +24,7 @@ class Profile:
     def examples_of(self, law: "Law") -> int:
         """How many cases of a law are run. A base law covers the widest space and gets four times as many.
 
-        A law of few cases gets a quarter, or its few.
+        A law with `few` gets a quarter, or `few` if that is more.
         """
         if law.few:
             return min(self.examples, max(law.few, self.examples // 4))

@@ -114,7 +114,7 @@ def _executed(
 
 
 def _room(case: Any) -> int:
-    """The bytes of a case's tensors, or of a rule's tensors as wide as a chunk's matrices, which the oracle has for every token."""
+    """The bytes of a case's tensors. Those of a rule count as if each head had at least the width of the oracle's matrices."""
     return max(case.bytes, 16 * numbers(case)) if isinstance(case, Case | PoolCase | LayerCase) else case.bytes
 
 
