@@ -25,7 +25,7 @@ from packaging.version import Version
 from verify.interpreter import OutOfBounds, Race, UnknownTriton, install, patches
 
 install()
-from verify.interpreter import grid, launch, memory, operations, races  # noqa: E402 - these need a patched interpreter
+from verify.interpreter import branches, grid, launch, memory, operations, races, repeats  # noqa: E402 - these need a patched interpreter
 from verify.interpreter.variables import Names  # noqa: E402
 
 N = 16
@@ -747,6 +747,88 @@ def check_slices() -> None:
     assert launch._blocks
 
 
+@triton.jit
+def repeated_kernel(x, y, n, times):
+    i = tl.program_id(0)
+    if i < n:
+        tl.store(y + i, tl.load(y + i) + times * tl.load(x + i))
+
+
+@triton.jit
+def address_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.store(y + i, (x + i).to(tl.int64))
+
+
+def check_a_launch_that_ran_before_gives_what_it_gave() -> None:
+    """In the same memory, in other memory, and again behind launches in which one thing that a program sees is other."""
+
+    def run(x: torch.Tensor, y: torch.Tensor, n: int = N, times: Any = 3, programs: int = N) -> int:
+        before = repeats.repeated["repeated_kernel"]
+        repeated_kernel[(programs,)](x, y, n, times)
+        return repeats.repeated["repeated_kernel"] - before
+
+    x, y = torch.arange(2.0 * N), torch.zeros(2 * N)
+    first = {"x": x[:N], "y": y[:N]}
+
+    def equal(repeated: int, want: torch.Tensor, **others: Any) -> None:
+        given = {**{name: value.clone() for name, value in first.items()}, **others}
+        assert run(**given) == repeated, (others, "was run" if repeated else "was not run")
+        assert torch.equal(given["y"].double(), want.double()), others
+
+    with patches.keeping_launches():
+        want = 3 * x[:N]
+        equal(0, want)
+        equal(1, want)
+        equal(1, want, x=x[:N].clone(), y=torch.zeros(N))
+        other = first["x"].clone()
+        other[N - 1] = 100
+        equal(0, torch.cat([want[:-1], torch.tensor([300.0])]), x=other)
+        equal(0, want + 1, y=torch.ones(N))
+        equal(0, 3.5 * x[:N], times=3.5)
+        equal(0, 3.0 * x[:N], times=3.0)
+        equal(0, 3 * x[:N] * (torch.arange(N) < 5), n=5)
+        equal(0, 3 * x[:N] * (torch.arange(N) < 4), programs=4)
+        equal(0, want, y=torch.zeros(N, dtype=torch.int32))
+        equal(0, want, x=x[:N])  # in a larger memory
+        equal(0, 3 * x[1 : N + 1], x=x[1 : N + 1])
+        equal(1, 3 * x[1 : N + 1], x=x[1 : N + 1])
+        both = x[:N].clone()  # one tensor twice
+        assert not run(both, both)
+        assert torch.equal(both, 4 * x[:N])
+        equal(1, want)
+
+
+def check_a_launch_that_sees_an_address_runs_again() -> None:
+    with patches.keeping_launches():
+        for _ in range(2):
+            x, y = torch.zeros(N), torch.zeros(N, dtype=torch.int64)
+            address_kernel[(N,)](x, y, N)
+            assert torch.equal(y, x.data_ptr() + 4 * torch.arange(N))
+        assert not patches.kept, "a launch that sees an address was kept"
+
+
+def check_a_launch_that_ran_before_took_its_branches() -> None:
+    with patches.keeping_launches():
+        found = []
+        for _ in range(2):
+            with branches.recorded() as blocks:
+                repeated_kernel[(N,)](torch.full((N,), 7.0), torch.zeros(N), N - 1, 2)
+            found.append({name: sorted(ran) for name, (_, ran) in blocks.items()})
+    assert found[0] == found[1] != {}
+
+
+def check_few_launches_are_kept() -> None:
+    with patches.keeping_launches(), mock.patch.object(repeats, "KEPT_BYTES", 1000):
+        for number in range(40):
+            repeated_kernel[(N,)](torch.full((N,), float(number)), torch.zeros(N), N, 5)
+        assert sum(kept.bytes for kept in patches.kept.values()) == 1000 // (4 * N) * 4 * N
+    with patches.keeping_launches(), mock.patch.object(repeats, "MOST_BYTES", 8 * N - 1):
+        repeated_kernel[(N,)](torch.ones(N), torch.zeros(N), N, 5)
+        assert not patches.kept
+    assert patches.kept is None
+
+
 def raced(kernel: Any, *words: str, **options: Any) -> str:
     """A launch in which programs race leaves memory as it was, and says which programs, where."""
     x, y = numbers(), numbers()
@@ -858,6 +940,14 @@ def _unmasked(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) ->
     self._store(pointers, value, None)
 
 
+def _by_numbers(self: Any, values: Any, programs: Any) -> Any:
+    """A digest of everything but the bytes of tensors."""
+    digest(self, values, programs)
+    seen = [value if not isinstance(value, torch.Tensor) else (value.dtype, value.storage_offset()) for value in values.values()]
+    return repr((programs, seen)).encode()
+
+
+digest = repeats.Repeat._digest
 ranges, suspect = grid.ranges, memory.Memory._suspect
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "decides for all by the first": (operations, "agreed", _first_group_for_all),
@@ -878,6 +968,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "stores under no mask": (operations.GridBuilder, "create_masked_store", _unmasked),
     "gives each program the variables of all": (Names, "__missing__", _names_of_all),
     "broadcasts nothing": (operations, "full", lambda handle: handle.data),
+    "knows a launch by its numbers": (repeats.Repeat, "_digest", _by_numbers),
+    "keeps a launch that sees an address": (memory.Memory, "by_address", property(lambda self: False, lambda self, value: None)),
+    "forgets the branches of a launch": (branches, "ran", lambda numbers: None),
     "counts lines from the top of a kernel": (launch, "_put_in_file", lambda tree, lines: ast.fix_missing_locations(tree)),
 }
 

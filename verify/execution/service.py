@@ -29,6 +29,7 @@ from verify.execution.refusals import SILENT, probe
 from verify.execution.shared_bounds import together
 from verify.gpu import autotune
 from verify.gpu import device as devices
+from verify.interpreter.patches import keeping_launches
 from verify.process import messages
 from verify.process.fork_server import importing
 from verify.process.messages import (
@@ -196,7 +197,7 @@ def _run_many(asked: RunMany) -> Outcomes:
     outcomes: list[Outcome] = []
     excused, left_out = asked.excused or [{}] * len(runs), asked.left_out or [()] * len(runs)
     for run, ready, times, pairs in zip(runs, together(runs), excused, left_out, strict=True):
-        with autotune.leaving_out(pairs):
+        with autotune.leaving_out(pairs), keeping_launches():
             outcomes.append(execute(run, ready, times))
         devices.tidy()
         if _ends(outcomes[-1]):
@@ -208,7 +209,7 @@ def _run_one(asked: RunOne) -> Outcome:
     if asked.line.startswith(watched.WORD):
         return watched.judged(watched.WatchedLine.parse(asked.line))
     start = _cpu_s()
-    with autotune.leaving_out(asked.left_out):
+    with autotune.leaving_out(asked.left_out), keeping_launches():
         outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared)
     outcome.cpu_s = _cpu_s() - start
     devices.tidy()

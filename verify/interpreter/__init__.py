@@ -3,10 +3,10 @@
 `patches` corrects what Triton's interpreter does differently from a GPU, with `language`, `arithmetic` and `access`. `launch` runs
 all programs of a grid together: `grid` runs their statements, `variables` holds their variables, `operations` runs their
 operations, `memory` their reads and writes, and `races` finds conflicts between two programs. If programs cannot run together, they
-run one after another, with the same corrections. `internals` has the names of Triton that all of these use. `self_test` decides
-with `known_kernels` whether an untested Triton is used.
+run one after another, with the same corrections. `repeats` knows the launches that ran before. `internals` has the names of Triton
+that all of these use. `self_test` decides with `known_kernels` whether an untested Triton is used.
 
-`launch`, `grid`, `variables`, `operations` and `known_kernels` import Triton; import them after `install()`.
+`launch`, `grid`, `variables`, `operations`, `repeats` and `known_kernels` import Triton; import them after `install()`.
 """
 
 import importlib.abc

@@ -17,6 +17,7 @@ Block = tuple[str, str]  # a function, as "module:name", and a block: its line, 
 _blocks: list[Block] = []
 _numbers: dict[Block, int] = {}
 _ran: set[int] = set()
+_of_launch: set[int] = set()  # of the current launch; one launch runs at a time
 _lock = threading.Lock()
 _depth = 0
 
@@ -34,7 +35,27 @@ def mark(tree: ast.Module, function: Any) -> None:
     if marker.found:
         after_docstring = 1 if ast.get_docstring(body) is not None else 0
         body.body.insert(after_docstring, _located(ast.Expr(_call((key, ""))), body.body[0]))
-        function.__globals__[_MARK] = _ran.add
+        function.__globals__[_MARK] = _note
+
+
+def _note(number: int) -> None:
+    _ran.add(number)
+    _of_launch.add(number)
+
+
+def begin_launch() -> None:
+    """Begin to collect the blocks of one launch."""
+    _of_launch.clear()
+
+
+def of_launch() -> frozenset[int]:
+    """The blocks that the current launch ran so far, by their numbers."""
+    return frozenset(_of_launch)
+
+
+def ran(numbers: frozenset[int]) -> None:
+    """Record that these blocks ran."""
+    _ran.update(numbers)
 
 
 @contextlib.contextmanager
@@ -54,13 +75,13 @@ def recorded() -> Iterator[dict[str, tuple[list[str], list[str]]]]:
     finally:
         with _lock:
             _depth -= 1
-            if ran := {_blocks[number] for number in [*_ran]}:
-                entered = {key for key, _ in ran}
+            if done := {_blocks[number] for number in [*_ran]}:
+                entered = {key for key, _ in done}
                 for block in _blocks:
                     if block[0] in entered and block[1]:
                         every, those = found.setdefault(block[0], ([], []))
                         every.append(block[1])
-                        those += [block[1]] if block in ran else []
+                        those += [block[1]] if block in done else []
 
 
 def _located(node: Node, place: ast.AST) -> Node:

@@ -28,6 +28,7 @@ from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, U
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
 from verify.interpreter.patches import TooManyPrograms, UnknownTriton
 from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_accepted, conflicts, writes_the_same
+from verify.interpreter.repeats import Repeat
 
 Grid = tuple[int, int, int]
 Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory and by the names of the arguments
@@ -208,7 +209,9 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         )
     if patches.sequential:
         _one_by_one(self.fn, arguments, (x, y, z))
-    elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values)):
+    elif (repeat := Repeat(self.fn, values, (x, y, z))).write():
+        pass
+    elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values), repeat):
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     launches[self.fn.__name__] += 1
@@ -258,7 +261,7 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
         raise InterpreterError(repr(error)) from error
 
 
-def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> str:
+def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tensors, repeat: Repeat) -> str:
     """Run all programs together. Returns "", or the reason why they could not; memory is then as before the launch.
 
     Raises Race if two programs race, unless races are accepted.
@@ -268,6 +271,7 @@ def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tenso
         return "a kernel without source"
     watched = _stored_after_loads.setdefault(function, set())
     memory = Memory(span for span, names in tensors.items() if watched & names.keys())
+    branches.begin_launch()
     try:
         _run(function, arguments, grid, range(math.prod(grid)), memory)
     except Rewatch as surprise:
@@ -275,12 +279,13 @@ def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tenso
         if surprise.span not in tensors:
             return "a store to memory that is no argument's"
         watched.update(tensors[surprise.span])
-        return _together(python, arguments, grid, tensors)
+        return _together(python, arguments, grid, tensors, repeat)
     except Exception as error:
         reason = str(error) if isinstance(error, (Unbatchable, Untracked, Unordered)) else type(error).__name__
         memory.rollback()
     else:
         if not memory.suspects:
+            repeat.keep(memory)
             return ""
         reason = "programs that touch the same memory"
         memory.rollback()

@@ -15,7 +15,7 @@ import torch
 from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspect, Trace
 
 SUSPECTS, PAIRS = 64, 8  # at most so many suspects of a launch, and of one access; the programs of each run again, alone
-_BYTE = np.dtype(np.uint8)
+BYTE = np.dtype(np.uint8)
 Span = tuple[int, int]  # the addresses of a tensor's first byte, and of the byte after its last
 INNER: dict[int, Span] = {}  # for storages that begin and end with guards, by their first byte: the memory between the guards
 
@@ -36,7 +36,7 @@ class Untracked(Exception):
     """A pointer whose tensor is not known, such as one that was made from an integer, or memory too large to be watched."""
 
 
-MOST_BYTES = 2**31  # of memory that is copied to be watched; views far apart reserve more and touch little of it
+MOSTBYTES = 2**31  # of memory that is copied to be watched; views far apart reserve more and touch little of it
 
 
 class Unordered(Exception):
@@ -70,6 +70,13 @@ def span_of(tensor: torch.Tensor) -> Span:
     return INNER.get(start) or (start, start + storage.nbytes())
 
 
+def bytes_of(span: Span) -> Any:
+    """The memory between two addresses, as a numpy array of bytes."""
+    start, end = span
+    raw = memoryview((ctypes.c_uint8 * (end - start)).from_address(start)).cast("B")
+    return np.frombuffer(raw, dtype=BYTE, count=end - start)
+
+
 class Rewatch(Exception):
     """A launch stores to memory from which it has loaded unrecorded. It runs again, and then these loads are recorded too."""
 
@@ -85,6 +92,8 @@ class Memory:
     spans in `watched` are recorded from the start. Loads from other spans are recorded after the first store to them; Rewatch is
     raised if that store follows a load.
     """
+
+    by_address = False  # whether a program made a number of a pointer
 
     def __init__(self, watched: Iterable[Span] = ()) -> None:
         self.programs: Any = np.zeros(1, dtype=np.int64)
@@ -102,7 +111,7 @@ class Memory:
     def rollback(self) -> None:
         """Restore the contents that the changed storages had before the launch."""
         for span, before in self.before.items():
-            self.view(span, _BYTE)[:] = before
+            self.view(span, BYTE)[:] = before
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Load the elements at the pointers. Where the mask is False, the value is `other`, or zero."""
@@ -190,9 +199,8 @@ class Memory:
         """The memory as a numpy array of a type."""
         key = span, dtype
         if key not in self._views:
-            start, end = span
-            raw = memoryview((ctypes.c_uint8 * (end - start)).from_address(start)).cast("B")
-            self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // dtype.itemsize)
+            size = (span[1] - span[0]) // dtype.itemsize * dtype.itemsize
+            self._views[key] = bytes_of(span)[:size].view(dtype)
         return self._views[key]
 
     # Accesses to elements, by index. `programs` has the number of the program of each access.
@@ -254,7 +262,7 @@ class Memory:
             self._watched.add(span)
         if span not in self.before:
             _check_size(span)
-            self.before[span] = self.view(span, _BYTE).copy()
+            self.before[span] = self.view(span, BYTE).copy()
 
     def _chosen(self, mask: Any, index: Any, *values: Any) -> tuple[Any, ...]:
         """The indices where the mask is True, the program of each, and the values there, in the order of the programs."""
@@ -315,7 +323,7 @@ class Alone(Memory):
         trace = self._trace(span)
         self.view(span, dtype)[index] = value
         trace.note(STORE, index, dtype.itemsize)
-        trace.changes |= trace.before != self.view(span, _BYTE)
+        trace.changes |= trace.before != self.view(span, BYTE)
 
     def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - as above
         self._trace(span).note(ATOMIC, index, dtype.itemsize)
@@ -327,19 +335,19 @@ class Alone(Memory):
     def traced(self) -> dict[Span, Trace]:
         """The trace of the program for each memory."""
         for span, trace in self.traces.items():
-            trace.after = self.view(span, _BYTE).copy()
+            trace.after = self.view(span, BYTE).copy()
         return self.traces
 
     def _trace(self, span: Span) -> Trace:
         if span not in self.traces:
             _check_size(span)
-            self.traces[span] = Trace.of(self.view(span, _BYTE).copy())
+            self.traces[span] = Trace.of(self.view(span, BYTE).copy())
         return self.traces[span]
 
 
 def _check_size(span: Span) -> None:
     """Raise Untracked for memory that is too large to be watched."""
-    if span[1] - span[0] > MOST_BYTES:
+    if span[1] - span[0] > MOSTBYTES:
         raise Untracked(f"memory of {(span[1] - span[0]) / 2**30:.0f} GiB")
 
 

@@ -302,6 +302,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
         if self.effects and any(isinstance(argument, Ordered) for argument in arguments):
             return Ordered(arguments[-1].dtype if hasattr(arguments[-1], "dtype") else arguments[-1].scalar)
         result = plain(self, *arguments)
+        if arguments[0].dtype.is_ptr() and not result.dtype.is_ptr():
+            self.memory.by_address = True
         self.memory.holds(result.data)
         shape = block_shape(arguments[0])
         if result.data.shape[1:] != shape:

@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ MULTIPROCESSORS = 4
 
 
 sequential = False  # whether the programs of a launch run one after another
+kept: dict[Any, Any] | None = None  # the launches that need not run again (`repeats`), None if all run
 refusal = ""  # why this process interprets no kernel; each launch raises it
 refused = False  # whether a launch was refused
 
@@ -34,6 +36,17 @@ class UnknownTriton(Exception):
 
 class TooManyPrograms(Exception):
     """A launch takes too long without a GPU: its programs are too many, and cannot run together."""
+
+
+@contextlib.contextmanager
+def keeping_launches() -> Iterator[None]:
+    """Do not run a launch again that ran before inside this context, in which nobody changes a kernel's source."""
+    global kept
+    before, kept = kept, {}
+    try:
+        yield
+    finally:
+        kept = before
 
 
 def patch(*, tested: bool = False) -> bool:
