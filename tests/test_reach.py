@@ -31,7 +31,6 @@ from verify.execution.line import Run
 from verify.findings.law_report import LawReport, reach_of
 from verify.findings.store import Store
 from verify.process import reach as reaches
-from verify.process.environment import INTERPRETER
 from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 from verify.process.worker import Worker
@@ -311,11 +310,10 @@ def ask(worker: Worker, line: str) -> Outcome:
     return Outcome.from_json(worker.ask(RunOne(line)))
 
 
-def test_one_program_after_another_runs_the_same_blocks(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_after_another_runs_the_same_blocks(worker: Worker) -> None:
     line = "law=oracle adapter=tests/reach_adapters.py:UnrunBranch op=l2norm lengths=3 width=5 backward=no"
     together = ask(worker, line)
-    monkeypatch.setenv(INTERPRETER, "sequential")
-    with Worker(60.0) as other:
+    with Worker(60.0, sequential=True) as other:
         alone = ask(other, line)
     assert dataclasses.replace(together.reach, lines={}) == dataclasses.replace(alone.reach, lines={})
     assert {*alone.reach.blocks["tests.reach_library:l2norm_kernel"].values()} == {False, True}

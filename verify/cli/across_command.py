@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from verify.cli import terminal
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of
+from verify.cli.hosts import deadline_of, is_sequential
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.places import Repository, allow, path_place, python_place, release_place
@@ -26,13 +26,12 @@ from verify.process.worker import Worker
 
 def across(options: argparse.Namespace) -> int:
     """Run all lines in all places and print what each is in each. Returns the exit code."""
-    runs, deadline_s = [Run.parse(line) for line in options.lines], deadline_of(options)
-    store = Store()
+    runs, store = [Run.parse(line) for line in options.lines], Store()
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         places = places_of(options, [run.adapter for run in runs] or options.asked, stack)
         runs = runs or _lines(options, places[-1])
-        placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
+        placed = placed_of(options, places, store)
         with progress() as tell:
             columns = engine.matrix(placed, runs, options.workers or min(cores(), 4), tell)
     print_troubles(store, None)
@@ -62,6 +61,12 @@ def places_of(options: argparse.Namespace, specs: Sequence[str], stack: contextl
         else:
             places.append((release_place if kind == "release" else python_place)(word, stack))
     return places
+
+
+def placed_of(options: argparse.Namespace, places: Sequence[Site], store: Store) -> list[SiteWorkers]:
+    """The processes of each place."""
+    deadline_s, sequential = deadline_of(options), is_sequential(options)
+    return [SiteWorkers(place, deadline_s, store, number, sequential=sequential) for number, place in enumerate(places)]
 
 
 def drawn(options: argparse.Namespace, spec: str, place: Site, worker: Worker, device: str) -> list[Run]:

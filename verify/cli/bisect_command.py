@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from verify.adapters.libraries import LIBRARIES
 from verify.cli import terminal
+from verify.cli.across_command import placed_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.fetch_command import FetchError
-from verify.cli.hosts import deadline_of
 from verify.cli.output import print_json, print_troubles
 from verify.cli.places import Repository, allow, release_place, versions_of
 from verify.cli.terminal import print_error
 from verify.engine import across as engine
-from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers, first_change
+from verify.engine.across import NOT, Site, SiteVerdict, first_change
 from verify.execution.line import Run
 from verify.findings.store import Store
 
@@ -35,7 +35,7 @@ def bisect(options: argparse.Namespace) -> int:
         if number not in cells:
             with contextlib.ExitStack() as stack:
                 places[number] = place = place_of(versions[number], stack)
-                with SiteWorkers(place, deadline_of(options), store) as placed:
+                with placed_of(options, [place], store)[0] as placed:
                     cells[number] = placed.cell(run)
             if not options.json:
                 short = cells[number].short if cells[number].verdict != NOT else f"{NOT}: {cells[number].reason};"

@@ -28,6 +28,7 @@ from verify.cli.hosts import (
     ended,
     engine_workers_of,
     gpu_workers_of,
+    is_sequential,
     place_of,
     read_deny_list,
     sanitizer_of,
@@ -83,7 +84,7 @@ def check(options: argparse.Namespace) -> int:
         known.of(spec, options.known)
     backend = _refuse_combinations(options, launch)
     if launch is not None and launch.rank:
-        return follow(launch, backend)
+        return follow(launch, backend, sequential=is_sequential(options))
     denied = read_deny_list(options.deny, new=options.tune == SWEEP)
     out = sys.stderr if options.json == "-" else sys.stdout
     if options.tune == SWEEP:
@@ -200,6 +201,7 @@ class _Command:
             climbs=options.climb or None,
             stop_at_first=options.stop,
             deadline_s=deadline_of(options),
+            sequential=is_sequential(options),
             compilers=0 if simulated or (launch and not launch.one_host) else compilers_of(device),
             ranks=ranks or 0,
             known=options.known,

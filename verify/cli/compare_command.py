@@ -11,7 +11,7 @@ from typing import Any
 
 from verify.adapters.registry import AdapterError
 from verify.cli import terminal
-from verify.cli.across_command import drawn, places_of
+from verify.cli.across_command import drawn, placed_of, places_of
 from verify.cli.exits import BROKEN as EXIT_BROKEN
 from verify.cli.exits import HOLDS as EXIT_HOLDS
 from verify.cli.exits import UNDECIDED
@@ -56,7 +56,7 @@ def compare(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         sites = _sites(options, places_of(options, options.adapters, stack))
-        placed = [SiteWorkers(site, deadline_s, store, number) for number, site in enumerate(sites)]
+        placed = placed_of(options, sites, store)
         for one in placed:
             stack.callback(one.close)
         runs = _drawn(options, placed, device)

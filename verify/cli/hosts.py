@@ -46,6 +46,11 @@ def deadline_of(options: argparse.Namespace) -> float:
     return float(options.deadline or (SLOW_S if getattr(options, "sanitize", None) else DEADLINE_S))
 
 
+def is_sequential(options: argparse.Namespace) -> bool:
+    """Whether the programs of an interpreted launch run one after another (`Worker`)."""
+    return bool(options.interpreter == "sequential")
+
+
 def sanitizer_of(options: argparse.Namespace) -> sanitize.Sanitizer | None:
     """The sanitizer of `--sanitize`, or None without it. NoSanitizer if it is not installed, NoGpu if there is no GPU."""
     if not options.sanitize:
@@ -85,9 +90,9 @@ def workers_of(
     if launch is not None:
         if options.ranks not in (None, launch.size):
             raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
-        return [TorchrunGroup(launch, backend, deadline_of(options))]
+        return [TorchrunGroup(launch, backend, deadline_of(options), sequential=is_sequential(options))]
     if getattr(options, "ranks", None):
-        return [RankGroup(options.ranks, backend, deadline_of(options))]
+        return [RankGroup(options.ranks, backend, deadline_of(options), sequential=is_sequential(options))]
     count = count_of(options, device)
     return count if sanitizer is None else [sanitizer.worker(deadline_of(options), device, index) for index in range(count)]
 

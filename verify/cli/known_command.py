@@ -4,7 +4,7 @@ import argparse
 import pathlib
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import check_installed, deadline_of, read_deny_list
+from verify.cli.hosts import check_installed, deadline_of, is_sequential, read_deny_list
 from verify.cli.terminal import print_line
 from verify.engine.asking import ask, describe
 from verify.execution.line import Run
@@ -34,7 +34,8 @@ def put_on_file(options: argparse.Namespace) -> int:
     if run.device == "cuda" and not devices.gpus():
         raise NoGpu("the line has device=cuda, but torch sees no GPU")
     store = Store()
-    with Worker(deadline_of(options), environment=devices.environment(run.device)) as worker:
+    environment = devices.environment(run.device)
+    with Worker(deadline_of(options), environment=environment, sequential=is_sequential(options)) as worker:
         described = describe(run.adapter, worker)
         defects = before.on(described.device)
         outcome = ask(run, worker, store, defects=defects)

@@ -20,7 +20,6 @@ from verify.cli.parsers import parser, refuse
 from verify.cli.terminal import Unwritable, print_error
 from verify.process import prestart
 from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
-from verify.process.environment import INTERPRETER
 from verify.process.fork_server import importing
 
 
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(options)
         find_in(getattr(options, "path", None))
         check_names()
-        if chosen := getattr(options, "interpreter", None):
-            os.environ[INTERPRETER] = chosen
         if is_process:
             prestart.begin(options)
         with importing() if is_process else contextlib.nullcontext():

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from verify import __version__
 from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
-from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
+from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, is_sequential, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.outputs import check_outputs, write_outputs
@@ -65,6 +65,7 @@ def soak_all(options: argparse.Namespace) -> int:
             profile=PROFILES[options.profile] if options.profile else None,
             stop_at_first=options.stop,
             deadline_s=deadline_of(options),
+            sequential=is_sequential(options),
             products=options.products,
             tune=options.tune or "",
             known=options.known,

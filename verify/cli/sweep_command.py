@@ -9,7 +9,7 @@ from typing import TextIO
 
 from verify.adapters.packages import installed
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import compilers_of, deadline_of
+from verify.cli.hosts import compilers_of, deadline_of, is_sequential
 from verify.cli.output import JsonLines, progress
 from verify.cli.terminal import print_line
 from verify.engine.asking import describe, started
@@ -24,7 +24,7 @@ def sweep(
 ) -> int:
     """Sweep every configuration of every kernel and write the deny-list. Returns the exit code."""
     count = options.workers or max(1, compilers_of(device))
-    workers = started(device, count, deadline_of(options))
+    workers = started(device, count, deadline_of(options), sequential=is_sequential(options))
     with contextlib.ExitStack() as undo, JsonLines(options.json) as lines, progress() as on_case:
         for worker in workers:
             undo.callback(worker.close)

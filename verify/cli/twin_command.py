@@ -10,9 +10,9 @@ from typing import Any
 
 from verify.adapters.registry import AdapterError
 from verify.cli import terminal
-from verify.cli.across_command import drawn, places_of
+from verify.cli.across_command import drawn, placed_of, places_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of, device_of
+from verify.cli.hosts import device_of
 from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
 from verify.engine.across import Site, SiteWorkers
@@ -40,7 +40,7 @@ def twin(options: argparse.Namespace) -> int:
         stack.callback(store.close)
         places = places_of(options, specs, stack) or [Site("here", "")]
         places = places if len(places) == 2 else [dataclasses.replace(places[0], shared=True)] * 2
-        placed = [SiteWorkers(place, deadline_of(options), store, number) for number, place in enumerate(places)]
+        placed = placed_of(options, places, store)
         for one in placed:
             stack.callback(one.close)
         sides = [_side(one, spec, device) for one, spec in zip(placed, specs, strict=True)]

@@ -50,7 +50,7 @@ class Soak:
     - `laws`: names of laws; None means all laws about an adapter's operation. A law that broke is not checked again.
     - `place(spec)` returns the device of an adapter, `workers(device)` and `compilers(device)` how many processes a device has.
     - `profile`: the profile of every round; None means the profiles of PACE.
-    - `known`: files of known defects. `denied`: a deny-list.
+    - `known`: files of known defects. `denied`: a deny-list. `sequential` as for a Worker.
     - `on_round` is called at the start of each round, `on_case(what, done, of)` after each case, `on_report` for each broken law,
       from any thread.
     """
@@ -69,6 +69,7 @@ class Soak:
         profile: Profile | None = None,
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
+        sequential: bool = False,
         products: str | None = None,
         tune: str = "",
         known: Sequence[str] = (),
@@ -81,7 +82,7 @@ class Soak:
         self.store, self.examples, self.profile = store or Store(), examples, profile
         self.stop_at_first, self.deadline_s, self.products, self.tune = stop_at_first, deadline_s, products, tune
         self.on_round, self.on_case, self.on_report = on_round, on_case, on_report
-        self._known, self._denied = known, denied
+        self._known, self._denied, self._sequential = known, denied, sequential
         self._place, self._count, self._compilers = place, workers, compilers
         self._workers: dict[str, list[Worker]] = {}
         self._devices: dict[str, str] = {}
@@ -188,7 +189,7 @@ class Soak:
 
     def _started(self, device: str) -> list[Worker]:
         if device not in self._workers:
-            self._workers[device] = started(device, self._count(device), self.deadline_s)
+            self._workers[device] = started(device, self._count(device), self.deadline_s, sequential=self._sequential)
         return self._workers[device]
 
     def _closed(self, spec: str) -> set[str]:

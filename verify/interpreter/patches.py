@@ -23,7 +23,7 @@ from verify.interpreter.self_test import TRITONS, trouble
 MULTIPROCESSORS = 4
 
 
-sequential = False  # whether the programs of a launch run one after another
+sequential = False  # whether the programs of a launch run one after another, and races are not found
 refusal = ""  # why this process interprets no kernel; each launch raises it
 refused = False  # whether a launch was refused
 
@@ -36,6 +36,11 @@ class TooManyPrograms(Exception):
     """A launch takes too long without a GPU: its programs are too many, and cannot run together."""
 
 
+def ask_for_interpreter() -> None:
+    """Set the variable in which Triton alone looks whether a kernel is interpreted: as `triton.jit` decorates it."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 def patch(*, tested: bool = False) -> bool:
     """Patch Triton's interpreter so that it computes as a GPU does.
 
@@ -43,7 +48,7 @@ def patch(*, tested: bool = False) -> bool:
     fails. With `tested`, no self-test is run. RuntimeError if Triton is already imported for compilation.
     """
     if "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
+        ask_for_interpreter()
     import triton
 
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
@@ -57,7 +62,7 @@ def patch(*, tested: bool = False) -> bool:
         return False
     if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
         raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
-    os.environ["TRITON_INTERPRET"] = "1"
+    ask_for_interpreter()
     if get("interpreter._patch_lang").__module__ == patch_language.__module__:
         return False
     patch_language()

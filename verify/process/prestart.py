@@ -27,12 +27,12 @@ def begin(options: argparse.Namespace) -> None:
         atexit.register(worker.close)
 
 
-def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
+def take(environment: Mapping[str, str], deadline_s: float, *, sequential: bool = False) -> Worker | None:
     """Hand out the prestarted worker, once. None if a worker that starts now would get another environment or `sys.path`."""
     for index, (worker_environment, path, worker) in enumerate(_begun):
         if worker_environment == dict(environment) and path == sys.path:
             del _begun[index]
-            worker.deadline_s = deadline_s
+            worker.deadline_s, worker.sequential = deadline_s, sequential
             return worker
     return None
 
