@@ -8,8 +8,9 @@ import shtab
 from verify.adapters.registry import BUILT_IN
 from verify.cli import terminal
 from verify.cli.exits import HOLDS
-from verify.cli.options import LAWS, law_word
+from verify.cli.options import law_word
 from verify.cli.parsers import OptionParser, parser, verbs_of
+from verify.engine.power import LAWS
 
 # The function of a shell that completes adapters. shtab's script of bash treats what it yields as files, because of its name.
 NAME = "_gdn_verify_file_or_adapter"
