@@ -42,7 +42,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
     """Those that soaks start: one, with the ratio 0.5 for every run."""
     answerers: list[Answering] = []
 
-    def start(device: str, count: int, deadline_s: float) -> list[Answering]:
+    def start(device: str, count: int, deadline_s: float, *, sequential: bool) -> list[Answering]:
         answerers.append(Answering())
         return answerers[-1:]
 

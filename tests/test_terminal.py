@@ -119,7 +119,7 @@ def run(words: Sequence[str], out: Any, err: Any, at: Callable[[Run], None] = la
     shutil.rmtree(".gdn-verify", ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch, streams(out, err):
         patch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at), Slow(at)])
-        patch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at), Slow(at)])
+        patch.setattr(soak, "started", lambda *_, **__: [Slow(at), Slow(at), Slow(at)])
         return main(words)
 
 
