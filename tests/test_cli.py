@@ -103,7 +103,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("zoo", "LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
     (("zoo", "--mutate", "fla/chonk"), ("did you mean fla/chunk?",)),
     (("check", "a b.py:Kernel"), ("spaces",)),
-    (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, packed, norm")),
+    (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, recurrent, packed")),
     (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
     (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
     (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
