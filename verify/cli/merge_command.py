@@ -1,6 +1,5 @@
 """The verb `merge`: the shards of a check as one verdict."""
 
-import argparse
 import sys
 from typing import TextIO
 
@@ -8,6 +7,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, exit_code
 from verify.cli.output import JsonLines
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
+from verify.cli.verb_options import MergeOptions
 from verify.findings import outside
 from verify.findings import report as text
 from verify.findings.records.merging import merged
@@ -16,7 +16,7 @@ from verify.process.outcome import Verdict
 from verify.reach import report as reach_report
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: MergeOptions) -> int:
     """Merge the records, print what the whole check would have printed, and return the exit code that it would have had."""
     check_outputs(options)
     checks = merged((place, record) for place in options.record for record in read(place))
@@ -36,7 +36,7 @@ def act(options: argparse.Namespace) -> int:
         return lines.code(worst if written or worst != HOLDS else UNDECIDED)
 
 
-def _code(options: argparse.Namespace, record: Record) -> int:
+def _code(options: MergeOptions, record: Record) -> int:
     """The exit code of one check."""
     end, reports = record.end, record.reports
     assert end is not None

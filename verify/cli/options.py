@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from packaging.version import InvalidVersion, Version
 
@@ -284,6 +285,6 @@ def python_word(word: str) -> tuple[str, str]:
     return "python", word
 
 
-def chosen_laws(options: argparse.Namespace) -> list[str] | None:
-    """The laws that the options name, or None for all."""
-    return list(dict.fromkeys(options.law or ())) or None
+def chosen_laws(law: Sequence[str] | None) -> list[str] | None:
+    """The laws that `--law` names, each once, or None for all."""
+    return list(dict.fromkeys(law or ())) or None

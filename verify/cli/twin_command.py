@@ -1,6 +1,5 @@
 """The verb `twin`: may two implementations train and serve the same model? Prints how far they are apart, and why."""
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -15,6 +14,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import device_of
 from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import Cases, TwinOptions
 from verify.engine.across import Site, SiteWorkers
 from verify.engine.asking import describe
 from verify.engine.twin.cases import cases_of, comparable, declared_for
@@ -33,7 +33,7 @@ VISIBLE = 0.005  # a smaller share is printed as a dash
 CODES = {Relation.SAME: HOLDS, Relation.ROUNDING: HOLDS, Relation.WRONG: BROKEN, Relation.UNDECIDED: UNDECIDED}
 
 
-def twin(options: argparse.Namespace) -> int:
+def twin(options: TwinOptions) -> int:
     """Compare two implementations and print what was found. Returns the exit code."""
     device, store, specs = device_of(options.device), Store(), (options.trainer, options.server)
     with contextlib.ExitStack() as stack:
@@ -52,7 +52,7 @@ def twin(options: argparse.Namespace) -> int:
         tokens = options.tokens or (ON_GPU if device == "cuda" else min(TOKENS[cost] for cost in costs))
         cases = cases_of(domains, tokens, device, options.seed)
         laws = sorted({*shared_promises(sides).values()})
-        asked = argparse.Namespace(law=laws, profile="few", seed=options.seed)
+        asked = Cases(laws, "few", options.seed)
         lines = [drawn(asked, side.spec, side.workers.place, side.workers.worker(device), device) if laws else [] for side in sides]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-"))
         runs = (device, str(options.seed) if device == "cuda" else "")
