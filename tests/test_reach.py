@@ -332,9 +332,9 @@ REACH.note_blocks("fla.o:kernel_o", ["7", "9", "9:4"], ["7"])
 
 def test_a_line_in_words_says_what_was_not_looked_at() -> None:
     text = " ".join(" ".join(reach_report.report(REACH, {})).split())
-    assert "looked at at most 300 tokens in a sequence; 900 tokens in a call" in text
+    assert "looked at up to 300 tokens in a sequence; 900 tokens in a call" in text
     assert "never passed except at the default: transpose; 2 branches of kernel_o never ran (line 9)" in text
-    assert "never varied: size always 64, flag always True; never longer than 300 tokens" in text
+    assert "never varied: size always 64, flag always True; sequences of more than 300 tokens" in text
     assert reach_report.report(Reach(), {}) == []
 
 

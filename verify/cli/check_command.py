@@ -225,7 +225,8 @@ class _Command:
         with sanitizer or contextlib.nullcontext(), contextlib.ExitStack() as here, progress() as on_case, checking:
             (here if self._launch is None else later).enter_context(ended(workers))
             checking.on_case = on_case
-            checking.on_report = functools.partial(_print_report, out, lines, on_case)
+            texts = text.LawTexts(width_of(out, text.WIDTH), marks_of(out))
+            checking.on_report = functools.partial(_print_report, texts, out, lines, on_case)
             try:
                 _run(options, checking, sanitizer, out, lines, told)
             except KeyboardInterrupt:
@@ -331,13 +332,11 @@ def _files_of(defects: Iterable[known.Known]) -> list[str]:
     return [f"  known        {count} defect{'s' if count > 1 else ''} on file in {file}" for file, count in counts.items()]
 
 
-def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport) -> None:
+def _print_report(
+    texts: text.LawTexts, out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport
+) -> None:
     on_case(report.law, report.planned, report.planned)  # the law is over, also if its last cases were not run
-    told = (
-        text.failure(report, width_of(out, text.WIDTH), marks_of(out))
-        if report.verdict is Verdict.BROKEN
-        else text.law_line(report)
-    )
+    told = texts(report)
     if told or report.known:
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     lines(law_line(report))
@@ -447,9 +446,7 @@ def _summary(checking: Check, wall_s: float) -> str:
     reports, laws, store = checking.reports, checking.laws or [], checking.store
     every = [*reports, *checking.unfinished]
     cases = sum(sum(report.counts.values()) for report in every)
-    missing = len(laws) - len(reports)
-    parts = [*([text.verdict_counts(reports)] if reports else []), *([f"{missing} not finished"] if missing else [])]
-    line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
+    line = f"{text.laws_that_hold(reports, len(laws))}; {cases} cases in {wall_s:.0f} s"
     processes = sum(1 if isinstance(worker, Worker) else worker.size for worker in checking.workers[: max(1, len(laws))])
     line += f" {text.times(every, processes)}"
     if any(report.verdict is Verdict.BROKEN for report in reports) and not store.trouble:

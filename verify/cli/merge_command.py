@@ -53,10 +53,9 @@ def _print(record: Record, files: int, out: TextIO) -> None:
     assert end is not None
     print_line(f"{head.adapter}  {head.versions}  profile {head.profile}, seed {head.seed}, merged from {files} records", out)
     print_line("\n".join(head.declares), out)
+    texts = text.LawTexts(width_of(out, text.WIDTH), marks_of(out))
     for report in record.reports:
-        broken = report.verdict is Verdict.BROKEN
-        told = text.failure(report, width_of(out, text.WIDTH), marks_of(out)) if broken else text.law_line(report)
-        print_line("\n  ".join(filter(None, [told, *report.known])), out)
+        print_line("\n  ".join(filter(None, [texts(report), *report.known])), out)
     regimes = ["cases by regime:", *end.regimes] if end.regimes else []
     for part in (
         regimes,
@@ -71,8 +70,8 @@ def _print(record: Record, files: int, out: TextIO) -> None:
             print_line("\n".join(part), out)
     if end.not_run:
         print_line(f"not run in every shard: {', '.join(end.not_run)}", out)
-    verdicts = text.verdict_counts(record.reports)
-    print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
+    verdicts = text.laws_that_hold(record.reports, len(head.laws))
+    print_line(f"{verdicts}; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
     if kept := text.kept_promises(record.reports):
         print_line("\n".join(kept), out)
     if end.exit_code == UNDECIDED and not end.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:

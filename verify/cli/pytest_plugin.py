@@ -57,7 +57,7 @@ class LawItem:
             except NoInterpreter as error:
                 pytest.fail(str(error), pytrace=False)
             (report,) = check.run()
-        looked_at = [f"looked at: at most {reach_report.looked_at(report.reach)}"] if report.reach else []
+        looked_at = [f"looked at: up to {reach_report.looked_at(report.reach)}"] if report.reach else []
         for line in (*report.known, *looked_at, *filter(None, (warning, store.trouble, examples.trouble))):
             print(line)
         if report.verdict is Verdict.BROKEN:

@@ -19,7 +19,7 @@ from verify.engine.profiles import PROFILES, Profile
 from verify.engine.state import Settings
 from verify.findings.law_report import LawReport, overall, reach_of
 from verify.findings.regressions import Examples
-from verify.findings.report import times
+from verify.findings.report import laws_that_hold, times
 from verify.findings.store import Store
 from verify.gpu.policies import Denied
 from verify.process.outcome import Verdict
@@ -235,11 +235,11 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
 
 def summary(reports: Sequence[LawReport], rounds: int, wall_s: float, processes: int) -> str:
     """One line: how many laws have each verdict, how many cases were run, how long it took, and in how many processes."""
-    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
-    line = f"{told or 'nothing'} of {len(reports)} laws of {adapters} adapter{'s' if adapters > 1 else ''}; {rounds} rounds, "
-    line += f"{cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
+    line = laws_that_hold(reports, len(reports), f"{adapters} adapter{'' if adapters == 1 else 's'}")
+    line += (
+        f"; {rounds} round{'' if rounds == 1 else 's'}, {cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
+    )
     return f"{line} {times(reports, processes)}"
 
 
