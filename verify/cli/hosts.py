@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 
 from verify.adapters.loader import check_requirements
-from verify.cli.verb_options import CheckOptions, Limits, Ranks, RepeatOptions
+from verify.cli.verb_options import CheckOptions, Limits, Processes, Ranks
 from verify.execution import sanitizer as sanitize
 from verify.gpu import device as devices
 from verify.gpu import policies
@@ -43,7 +43,7 @@ def compilers_of(device: str) -> int:
 
 def deadline_of(options: Limits) -> float:
     """The seconds without an answer after which a run counts as a hang."""
-    slow = isinstance(options, CheckOptions | RepeatOptions) and options.sanitize
+    slow = isinstance(options, Processes) and options.sanitize
     return options.deadline or (SLOW_S if slow else DEADLINE_S)
 
 
@@ -79,7 +79,7 @@ def device_of(asked: str | None) -> str:
 
 
 def workers_of(
-    options: CheckOptions | RepeatOptions, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
+    options: Processes, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
 ) -> int | list[Answering]:
     """The number of workers to start; or a list with the workers under a sanitizer, or with the group of ranks."""
     backend = "nccl" if device == "cuda" else "gloo"

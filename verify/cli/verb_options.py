@@ -58,6 +58,13 @@ class Ranks:
 
 
 @dataclasses.dataclass(frozen=True)
+class Processes(Ranks, Line):
+    """The processes that run a case: ranks, or one under a sanitizer."""
+
+    sanitize: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Outputs:
     """The files that show a check elsewhere."""
 
@@ -116,7 +123,7 @@ class ListOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckOptions(Asking, Kept, Ranks, Line):
+class CheckOptions(Asking, Kept, Processes):
     """Options of `check`. `settings` says from where some of them come, and `given` has the examples of laws that are not drawn."""
 
     adapters: Sequence[str]
@@ -129,7 +136,6 @@ class CheckOptions(Asking, Kept, Ranks, Line):
     strict_domain: bool
     certificate: str | None
     sign_key: str | None
-    sanitize: str | None
     given: Mapping[str, Sequence[Any]] | None = None
 
 
@@ -180,13 +186,12 @@ class JudgeOptions(Outputs):
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatOptions(Kept, Ranks, Line):
+class RepeatOptions(Kept, Processes):
     """Options of `repeat`."""
 
     line: str
     json: bool
     upstream: str | None
-    sanitize: str | None
 
 
 @dataclasses.dataclass(frozen=True)

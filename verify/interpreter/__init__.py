@@ -53,7 +53,7 @@ def has_launched() -> bool:
 
 def install_with_triton() -> None:
     """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it."""
-    patches.ask_for_interpreter()
+    patches.choose_interpreter()
     if "triton" in sys.modules:
         install()
     else:

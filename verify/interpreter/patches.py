@@ -36,8 +36,8 @@ class TooManyPrograms(Exception):
     """A launch takes too long without a GPU: its programs are too many, and cannot run together."""
 
 
-def ask_for_interpreter() -> None:
-    """Set the variable in which Triton alone looks whether a kernel is interpreted: as `triton.jit` decorates it."""
+def choose_interpreter() -> None:
+    """Set TRITON_INTERPRET: when `triton.jit` decorates a kernel, Triton reads this variable and nothing else."""
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -48,7 +48,7 @@ def patch(*, tested: bool = False) -> bool:
     fails. With `tested`, no self-test is run. RuntimeError if Triton is already imported for compilation.
     """
     if "triton" not in sys.modules:
-        ask_for_interpreter()
+        choose_interpreter()
     import triton
 
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
@@ -62,7 +62,7 @@ def patch(*, tested: bool = False) -> bool:
         return False
     if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
         raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
-    ask_for_interpreter()
+    choose_interpreter()
     if get("interpreter._patch_lang").__module__ == patch_language.__module__:
         return False
     patch_language()
