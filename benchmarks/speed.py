@@ -64,7 +64,7 @@ def record(options: argparse.Namespace, first: list[float], whole: list[float], 
         f"`{options.adapter}`: {what}": {"value": statistics.median(seconds), "unit": "s", "spread": [min(seconds), max(seconds)]}
         for what, seconds in values.items()
     }
-    if counts := re.search(r"(\d+ laws); (\d+ cases)", last):
+    if counts := re.search(r"of (\d+ laws) .*?; (\d+ cases)", last):
         measured[f"`{options.adapter}`: whole check"]["sample"] = ", ".join(counts.groups())
     low, middle, high = statistics.quantiles(shares, n=4)
     share = f"`{options.adapter}`: oracle and tolerances / interpreted kernel, median and quartiles over cases"

@@ -620,7 +620,7 @@ def test_a_check_of_a_serving_engine_starts_more_workers_on_the_gpus(
         return Answering()
 
     monkeypatch.setattr(check, "Worker", start)
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering() for _ in range(count)])
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: [Answering() for _ in range(count)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     settings = Settings("gdn/pool", device=device, engine_workers=4)
     checking = Check(settings, [Answering(), Answering()] if running else 2)
@@ -635,7 +635,7 @@ def test_a_check_of_a_kernel_starts_as_many_workers_as_the_memory_of_the_gpus_ha
 ) -> None:
     monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Answering())
     first = [Answering(), Answering()]
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: first)
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: first)
     checking = Check(Settings(RIGHT, device="cuda", engine_workers=8, gpu_workers=6), 2)
     checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=gib << 30)
     checking.share_gpus(Domain())
@@ -654,7 +654,7 @@ def test_further_workers_of_a_gpu_start_before_their_first_law(monkeypatch: pyte
             raise WorkerLost("closed", "by its supervisor", "")  # a check that ends at once closes it
 
     monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Starting())
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering()])
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: [Answering()])
     checking = Check(Settings(RIGHT, device="cuda", gpu_workers=3), 1)
     checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=141 << 30)
     checking.share_gpus(Domain())

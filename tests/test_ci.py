@@ -201,7 +201,7 @@ def test_the_parts_of_the_example_are_green_and_are_merged(tmp_path: pathlib.Pat
         (repository.folder / "gdn-verify-results").rename(results / "gdn-verify-results")
     (merge,) = [step["run"] for step in jobs["merge"]["steps"] if "merge" in step.get("run", "")]
     code, out = repository.run(merge, {})
-    assert (code, "2 holds of 2 laws" in out) == (0, True), out
+    assert (code, "2 of 2 laws hold" in out) == (0, True), out
     assert repository.summary.read_text().count("every law holds") == 3
     assert (repository.folder / "junit.xml").read_text().count("<testcase") == 2
     # One part of GitLab's pipeline, without the other one.

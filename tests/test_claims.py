@@ -673,7 +673,7 @@ def test_a_failing_claim_does_not_stop_the_next_and_every_part_is_written(
         yield GOOD
 
     monkeypatch.setattr(command, "PARTS", {1: (("one", fails), ("two", counts)), 2: (("three", counts),)})
-    monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
+    monkeypatch.setattr(command, "_prepare_kernels", lambda *_, **__: None)
     assert command.act(options("--device", "cpu", "--json", str(place), "--markdown")) == command.UNDECIDED
     assert written == [1, 2]
     out, err = capsys.readouterr()
@@ -695,7 +695,7 @@ def test_an_interrupted_run_prints_what_it_has(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "PARTS", {1: (("one", measures),), 2: (("two", interrupted),)})
-    monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
+    monkeypatch.setattr(command, "_prepare_kernels", lambda *_, **__: None)
     assert command.act(options("--device", "cpu", "--json", str(place))) == command.INTERRUPTED
     assert "interrupted: not every claim was measured" in capsys.readouterr().out
     data = json.loads(place.read_text())
@@ -711,7 +711,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "PARTS", {1: (("one", lambda setting: iter([GOOD])),)})
-    monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
+    monkeypatch.setattr(command, "_prepare_kernels", lambda *_, **__: None)
     assert command.act(options("--device", "cpu")) == command.HOLDS
     assert command.act(options("--device", "cpu", "--json", "/dev/full")) == command.UNDECIDED
     assert "gdn-verify: cannot write to /dev/full: No space left on device\n" in capsys.readouterr().err
@@ -734,7 +734,7 @@ def measurement(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("claims") / "claims.json"
     found = answered(__name__, claims=[claim for claim in command.PARTS if claim != RANKS], place=str(place))
     with pytest.MonkeyPatch.context() as here:
-        here.setattr(command, "_prepare_kernels", lambda options: None)  # no kernel is interpreted in this process
+        here.setattr(command, "_prepare_kernels", lambda *_, **__: None)  # no kernel is interpreted in this process
         moved = acted([RANKS], str(place))
     assert (found["code"], moved["code"]) == (command.HOLDS, command.HOLDS), found["said"] + moved["said"]
     return {"rows": found["rows"] + moved["rows"], "said": found["said"] + moved["said"], "faults": found["faults"]}

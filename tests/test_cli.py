@@ -28,6 +28,7 @@ from verify.cli.exits import exit_code
 from verify.cli.main import main
 from verify.engine import explaining
 from verify.engine.profiles import PROFILES, Profile
+from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.process import worker
 from verify.process.outcome import Verdict
@@ -103,7 +104,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("zoo", "LeaksStat"), ("'zoo/LeaksStat'", "zoo/LeaksState")),
     (("zoo", "--mutate", "fla/chonk"), ("did you mean fla/chunk?",)),
     (("check", "a b.py:Kernel"), ("spaces",)),
-    (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, packed, norm")),
+    (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, recurrent, packed")),
     (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
     (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
     (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
@@ -238,7 +239,10 @@ def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.Ca
     ]
     assert result.out.splitlines()[1:3] == declared
     assert "HOLDS       recall" in result.out
-    assert "1 holds of 1 laws; 6 cases" in result.out
+    lines = result.out.splitlines()
+    assert lines.index(text.HEAD) == 3
+    assert [lines[4].index(word) for word in ("HOLDS", "recall")] == [text.HEAD.index(word) for word in ("verdict", "law")]
+    assert "1 of 1 law holds; 6 cases" in result.out
     assert result.err == ""
     assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
 
@@ -257,12 +261,14 @@ def test_a_report_that_cannot_be_written_is_no_success(
     else:
         code, out, err = vars(run(capfd, *words, place)).values()
         assert err == "gdn-verify: cannot write to /dev/full: No space left on device\n"
-        assert "2 holds of 2 laws" in out
+        assert "2 of 2 laws hold" in out
     assert code == exits.UNDECIDED
     monkeypatch.undo()
     monkeypatch.setattr(check_command, "workers_of", lambda *_: [Answering(lambda run: 4.0)])
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 0)
-    assert run(capfd, *words, "--json=/dev/full").code == exits.BROKEN, "a broken law is what matters most"
+    broken = run(capfd, *words, "--json=/dev/full")
+    assert broken.code == exits.BROKEN, "a broken law is what matters most"
+    assert text.HEAD not in broken.out, "there are no columns"
 
 
 def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +320,7 @@ def test_stop_runs_nothing_after_the_first_broken_law(capfd: pytest.CaptureFixtu
     # The second law may begin before it is stopped. It would hold, after many cases. One that breaks at once was reported at times.
     result = run(capfd, "check", "zoo/LeaksState", "-x", "--law", "packed", "--law", "pure", "--workers", "1")
     assert result.code == exits.BROKEN
-    assert "1 broken, 1 not finished of 2 laws" in result.out
+    assert "0 of 2 laws hold, 1 broken, 1 not finished" in result.out
 
 
 @pytest.mark.slow
@@ -437,7 +443,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
         out, err = check.communicate(timeout=30)
     assert check.returncode == exits.INTERRUPTED, err
     assert "Traceback" not in err
-    assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
+    assert "interrupted: 0 of 2 laws hold, 1 broken, 1 not finished" in out
     assert "findings are in .gdn-verify/findings.jsonl" in out
     assert sorted(path.name for path in (tmp_path / ".gdn-verify").iterdir()) == ["examples.txt", "findings.jsonl"]
     assert len(pids) == 3, "two workers, and who forked them"

@@ -10,8 +10,8 @@ from verify.adapters.registry import BUILT_IN
 from verify.cli import exits
 from verify.cli.arguments import SHELLS
 from verify.cli.main import main
-from verify.cli.options import LAWS
 from verify.cli.parsers import parser, verbs_of
+from verify.engine.power import LAWS
 from verify.engine.profiles import PROFILES
 
 # Bash completes the last word, with the function that the script has named for the command, and prints what it would offer.

@@ -18,7 +18,6 @@ from verify.engine.drawing import seeded
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.interpreter.self_test import TRITONS
-from verify.process.environment import INTERPRETER
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
@@ -140,7 +139,6 @@ def test_the_command_reports_a_race_that_one_program_after_another_hides(
     pytest.importorskip("triton")
     (tmp_path / "racy.py").write_text(RACY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(INTERPRETER, "neither")  # the command overwrites it, and it is as before after the test
     ended = main(["repeat", "law=oracle adapter=racy.py:Racy lengths=2 op=l2norm width=3 backward=no", "--interpreter", how])
     out, err = capfd.readouterr()
     assert ended == code, out + err

@@ -162,7 +162,7 @@ def test_strict_domain_exits_with_1_for_what_is_accepted_and_wrong(
     assert check("IgnoresOffsets", tmp_path, "--strict-domain", "--json", str(place)) == 1
     *_, repeat, summary = capsys.readouterr().out.splitlines()
     assert repeat.startswith('    repeat     gdn-verify repeat "law=oracle ')
-    assert summary.startswith("1 holds of 1 laws")
+    assert summary.startswith("1 of 1 law holds")
     *_, end = map(json.loads, place.read_text().splitlines())
     assert (end["exit_code"], [answer["did"] for answer in end["outside"]]) == (1, [WRONG])
     assert main(["merge", str(place)]) == 0

@@ -324,7 +324,7 @@ def canned(**more: Any) -> Record:
         not_run=["session"],
         refusals={"refuses (ValueError)": ["offsets that decrease", "q and k differ"]},
         regimes=["  dtype: bf16 3, fp32 9", "  every value that the domain allows was drawn"],
-        looked_at=["looked at      at most 9 tokens in a sequence;", "               12 heads", "not looked at  never 13 heads"],
+        looked_at=["looked at      up to 9 tokens in a sequence;", "               12 heads", "not looked at  never 13 heads"],
         left_out=["not drawn      one; in 3 cases"],
         causes=["causes:", "  cut, future"],
     )
@@ -337,7 +337,7 @@ def test_a_page_has_everything_of_its_record() -> None:
     plain = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", written)))
     for words in (
         "BROKEN a.py:A",
-        "1 holds, 2 broken, 1 unknown, 1 unsupported of 5 laws",
+        "1 of 5 laws holds, 2 broken, 1 unknown, 1 unsupported",
         "shard 2/8",
         "time 1 min 15 s",
         "13 1 blind",
@@ -347,7 +347,7 @@ def test_a_page_has_everything_of_its_record() -> None:
         "no norm",
         "No case was run of: session",
         "The call fails in the first case, as the report of cut says.",
-        "looked at at most 9 tokens in a sequence; 12 heads not looked at never 13 heads",
+        "looked at up to 9 tokens in a sequence; 12 heads not looked at never 13 heads",
         "dtype bf16 3, fp32 9",
         "refuses (ValueError) offsets that decrease; q and k differ",
         "over it, up to 1e+03 times",

@@ -8,7 +8,9 @@ import pytest
 from tests.alone import told
 from tests.together import for_each
 from verify.adapters.base import Adapter
+from verify.cli import main, settings
 from verify.cli.parsers import parser
+from verify.cli.verb_options import options_of
 from verify.execution import service
 from verify.process import prestart
 from verify.process.messages import Describe, Tunings
@@ -22,7 +24,8 @@ def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin(words: str) -> None:
-    prestart.begin(parser().parse_args(words.split()))
+    namespace = settings.parse(parser(), words.split())
+    main._prestart(options_of(namespace.kind, namespace))
 
 
 def test_it_answers_as_any_worker_and_is_taken_once() -> None:
@@ -39,7 +42,7 @@ def test_it_answers_as_any_worker_and_is_taken_once() -> None:
     assert prestart.take(NO_GPU, 60.0) is None
 
 
-@for_each("words", ["repeat law=oracle", "list", "check x --ranks=2", "check x --sanitize"])
+@for_each("words", ["repeat law=oracle", "list", "check x.py:A --ranks=2", "check x.py:A --sanitize"])
 def test_nothing_begins_for_commands_that_need_none_or_another(words: str) -> None:
     begin(words)
     assert prestart.take(NO_GPU, 60.0) is None
@@ -63,7 +66,7 @@ def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_that_ends_at_once_leaves_no_process() -> None:
     program = (
         "from verify.process import prestart, worker; worker.IMPORTS = ();"  # who forks it imports nothing, and so begins at once
-        "from verify.cli.parsers import parser; prestart.begin(parser().parse_args(['check', 'x', '--device=cpu']));"
+        "prestart.begin('cpu');"
         "print(prestart._begun[0][-1]._process.pid)"
     )
     pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
@@ -75,15 +78,15 @@ def test_torch_is_not_imported_before_the_worker_starts(monkeypatch: pytest.Monk
 import sys
 import gdn_verify
 from verify.process import prestart
-def begun(options):
-    print(options.verb, options.adapter, "torch" in sys.modules)
+def begun(device):
+    print(device, "torch" in sys.modules)
     raise KeyboardInterrupt
 prestart.begin = begun
-sys.argv[1:] = ["check", "fla/chunk", "--tune", "7", "--law", "oracle"]
+sys.argv[1:] = ["check", "fla/chunk", "--device", "cpu", "--tune", "7", "--law", "oracle"]
 gdn_verify.main()
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("check fla/chunk False\n", "gdn-verify: interrupted\n")
+    assert (done.stdout, done.stderr) == ("cpu False\n", "gdn-verify: interrupted\n")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.test_sequential import ADAPTER
 from verify.engine import law_check
 from verify.engine.profiles import PROFILES, Profile
 from verify.gpu import device as devices
@@ -201,6 +202,16 @@ def test_a_mark_may_name_some_laws(suite: Suite) -> None:
     asks = ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'oracle')")
     _, output = suite.run("--collect-only", "-q", "--gdn-law", "cut", "--gdn-law", "pure", test_kernel=asks)
     assert [line.rpartition("-")[2] for line in output.splitlines() if "::" in line] == ["cut]"]
+
+
+@pytest.mark.slow
+def test_the_option_of_the_interpreter_reaches_the_worker(suite: Suite) -> None:
+    suite.folder.joinpath("alone.py").write_text(ADAPTER)
+    words = ("--gdn-device", "cpu", "--gdn-law", "oracle", "--gdn-profile", "least")
+    asks = ASKS.format(adapters=repr(f"{suite.folder}/alone.py:Alone"))
+    assert suite.run(*words, "--gdn-interpreter", "sequential", test_kernel=asks)[0] == 0
+    code, output = suite.run(*words, test_kernel=asks)
+    assert (code, "AssertionError" in output) == (1, True), output
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ from verify.execution.line import Run
 from verify.findings.law_report import LawReport, reach_of
 from verify.findings.store import Store
 from verify.process import reach as reaches
-from verify.process.environment import INTERPRETER
 from verify.process.outcome import Outcome, Verdict
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 from verify.process.worker import Worker
@@ -311,11 +310,10 @@ def ask(worker: Worker, line: str) -> Outcome:
     return Outcome.from_json(worker.ask(RunOne(line)))
 
 
-def test_one_program_after_another_runs_the_same_blocks(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_after_another_runs_the_same_blocks(worker: Worker) -> None:
     line = "law=oracle adapter=tests/reach_adapters.py:UnrunBranch op=l2norm lengths=3 width=5 backward=no"
     together = ask(worker, line)
-    monkeypatch.setenv(INTERPRETER, "sequential")
-    with Worker(60.0) as other:
+    with Worker(60.0, sequential=True) as other:
         alone = ask(other, line)
     assert dataclasses.replace(together.reach, lines={}) == dataclasses.replace(alone.reach, lines={})
     assert {*alone.reach.blocks["tests.reach_library:l2norm_kernel"].values()} == {False, True}
@@ -334,9 +332,9 @@ REACH.note_blocks("fla.o:kernel_o", ["7", "9", "9:4"], ["7"])
 
 def test_a_line_in_words_says_what_was_not_looked_at() -> None:
     text = " ".join(" ".join(reach_report.report(REACH, {})).split())
-    assert "looked at at most 300 tokens in a sequence; 900 tokens in a call" in text
+    assert "looked at up to 300 tokens in a sequence; 900 tokens in a call" in text
     assert "never passed except at the default: transpose; 2 branches of kernel_o never ran (line 9)" in text
-    assert "never varied: size always 64, flag always True; never longer than 300 tokens" in text
+    assert "never varied: size always 64, flag always True; sequences of more than 300 tokens" in text
     assert reach_report.report(Reach(), {}) == []
 
 

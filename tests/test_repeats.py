@@ -19,7 +19,7 @@ from verify.execution.line import Run
 from verify.findings import report as text
 from verify.findings.known import NO_DEFECTS
 from verify.findings.law_report import LawReport
-from verify.findings.report import times
+from verify.findings.report import laws_that_hold, times
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
@@ -109,11 +109,20 @@ def test_a_report_says_that_its_line_does_not_repeat() -> None:
     assert "  shrinking    stopped at its limit of 120 runs; a smaller case may exist" in text.failure(stopped)
 
 
+def test_how_many_laws_hold_is_a_sentence() -> None:
+    reports = [LawReport(str(verdict), SPEC, verdict) for verdict in (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)]
+    assert laws_that_hold(reports, 4) == "2 of 4 laws hold, 1 broken, 1 not finished"
+    assert laws_that_hold(reports[1:], 2, "1 adapter") == "1 of 2 laws of 1 adapter holds, 1 broken"
+    assert laws_that_hold(reports[1:2], 1) == "0 of 1 law holds, 1 broken"
+    assert laws_that_hold(reports[:1], 1) == "1 of 1 law holds"
+    assert laws_that_hold([], 3) == "0 of 3 laws hold, 3 not finished"
+
+
 def test_the_summary_has_the_seconds_of_shrinking() -> None:
     report = LawReport("oracle", SPEC, Verdict.BROKEN, kernel_s=2.0, shrink_s=55.3)
-    assert times([report], 2) == "(kernels 2 s, oracle and bounds 0 s in 2 processes, shrinking 55 s)"
+    assert times([report], 2) == "(2 processes together: kernels 2 s, reference and tolerances 0 s, shrinking 55 s)"
     assert times([dataclasses.replace(report, shrink_s=0.0, started=1, start_s=9.4, wait_s=3.0)], 1) == (
-        "(kernels 2 s, oracle and bounds 0 s in 1 process, waiting for compilers 3 s, started 1 worker, 9 s)"
+        "(1 process: kernels 2 s, reference and tolerances 0 s, waiting for compilers 3 s, started 1 worker, 9 s)"
     )
 
 

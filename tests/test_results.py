@@ -187,7 +187,13 @@ def test_records_of_several_machines_share_a_row() -> None:
 
 def test_speed_records_its_medians(file: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = options(monkeypatch, speed, "fla/chunk", "--record", file, "--machine", "CPU")
-    speed.record(here, [3.0, 1.0, 2.04], [9.0], [0.1, 0.2, 0.3], "18 holds of 18 laws; 672 cases in 5 s (kernels 2 s)\n")
+    speed.record(
+        here,
+        [3.0, 1.0, 2.04],
+        [9.0],
+        [0.1, 0.2, 0.3],
+        "16 of 18 laws hold, 2 unsupported; 672 cases in 5 s (2 processes together: kernels 2 s)\n",
+    )
     found = by_what(file)
     assert (found["`fla/chunk`: first law decided"]["value"], found["`fla/chunk`: first law decided"]["spread"]) == (
         2.0,

@@ -14,6 +14,7 @@ from verify.adapters.registry import AdapterError
 from verify.cli import check_command, exits, settings
 from verify.cli.main import main
 from verify.cli.parsers import parser, verbs_of
+from verify.cli.verb_options import CheckOptions
 from verify.engine import explaining
 
 RIGHT, OTHER = "zoo/ChangesBeta", "zoo/DecayOneTokenEarly"  # names alone: nothing of them is run here
@@ -225,7 +226,7 @@ def test_several_adapters_are_checked_one_after_the_other(three: list[str], capf
 def test_output_files_get_all_records_once(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[str]] = []
 
-    def write(options: argparse.Namespace, records: Any) -> bool:
+    def write(options: CheckOptions, records: Any, began: float) -> bool:
         written.append([record.head.adapter for record in records])
         return len(written) > 1
 

@@ -23,6 +23,7 @@ from verify.engine.profiles import Profile
 from verify.engine.shard import WHOLE, Shard
 from verify.engine.state import Settings
 from verify.execution.line import Run
+from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.findings.records.merging import merged
 from verify.findings.records.record import End, Head, Record, lines_of, read
@@ -167,7 +168,7 @@ BROKEN = report("cut", Verdict.BROKEN, run="law=cut adapter=my.py:Kernel lengths
 @pytest.mark.parametrize(
     ("records", "options", "code", "says"),
     [
-        ([record(1, 2, BOTH), record(2, 2, BOTH)], (), exits.HOLDS, "2 holds of 2 laws; 16 cases; the longest shard took 2 s"),
+        ([record(1, 2, BOTH), record(2, 2, BOTH)], (), exits.HOLDS, "2 of 2 laws hold; 16 cases; the longest shard took 2 s"),
         ([record(1, 2, BOTH), record(2, 2, [report("pure"), BROKEN])], (), exits.BROKEN, "BROKEN   cut · my.py:Kernel"),
         ([record(1, 2, [report("pure"), BROKEN])], (), exits.BROKEN, "shard 2/2 is missing"),
         ([record(2, 3, BOTH)], (), exits.UNDECIDED, "shard 1/3 is missing\nshard 3/3 is missing"),
@@ -192,7 +193,7 @@ BROKEN = report("cut", Verdict.BROKEN, run="law=cut adapter=my.py:Kernel lengths
             ],
             (),
             exits.HOLDS,
-            "1 holds, 1 unsupported of 2 laws",
+            "1 of 2 laws holds, 1 unsupported",
         ),
         (
             [record(1, 2, BOTH), record(2, 2, [report("pure"), report("cut", Verdict.UNSUPPORTED, counts={}, planned=0)])],
@@ -251,8 +252,9 @@ def test_checks_of_several_adapters_are_merged_each_alone(tmp_path: pathlib.Path
     both.write_text("".join(pathlib.Path(place).read_text() for place in places))
     assert main(["merge", str(both)]) == exits.BROKEN
     out = capsys.readouterr().out
-    assert "2 holds of 2 laws" in out
-    assert "1 broken of 1 laws" in out
+    assert out.count(text.HEAD) == 1, "the second check has no columns"
+    assert "2 of 2 laws hold" in out
+    assert "0 of 1 law holds, 1 broken" in out
 
 
 def test_of_several_broken_shards_the_shortest_line_that_repeats_is_told(tmp_path: pathlib.Path) -> None:

@@ -42,7 +42,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
     """Those that soaks start: one, with the ratio 0.5 for every run."""
     answerers: list[Answering] = []
 
-    def start(device: str, count: int, deadline_s: float) -> list[Answering]:
+    def start(device: str, count: int, deadline_s: float, *, sequential: bool) -> list[Answering]:
         answerers.append(Answering())
         return answerers[-1:]
 
@@ -263,8 +263,8 @@ def test_the_table_has_a_line_a_law_and_the_greatest_ratios() -> None:
 def test_the_summary_counts_laws_rounds_cases_and_their_rate() -> None:
     line = summary([reported(HOLDS, {HOLDS: 30}, kernel_s=4.0, oracle_s=1.0), reported(BROKEN, {BROKEN: 1})], 3, 10.0, 2)
     laws, cases = line.split("; ")
-    assert laws == "1 holds, 1 broken of 2 laws of 1 adapter"
-    assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (kernels 4 s, oracle and bounds 1 s in 2 processes)"
+    assert laws == "1 of 2 laws of 1 adapter holds, 1 broken"
+    assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (2 processes together: kernels 4 s, reference and tolerances 1 s)"
 
 
 def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -324,7 +324,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
         [RIGHT, "pure", "holds"],
         ["zoo/ChangesBeta", "pure", "broken"],
     ]
-    assert re.search(r"^1 holds, 1 broken of 2 laws of 2 adapters; \d+ rounds, \d+ cases in \d+ s, [\d.e+]+ a second", lines[-1])
+    assert re.search(r"^1 of 2 laws of 2 adapters holds, 1 broken; \d+ rounds, \d+ cases in \d+ s, [\d.e+]+ a second", lines[-1])
     want = f"round 1: gdn-verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
     assert want in err.splitlines()
     right, wrong = read(str(tmp_path / "out"))
@@ -387,6 +387,6 @@ def test_an_interrupt_prints_what_is_known_and_leaves_no_process(
     assert "Traceback" not in err
     _, *rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
     assert [row[1:3] for row in rows] == [["recall", "broken"], ["norm", "unknown"]]
-    assert "interrupted: 1 broken, 1 unknown of 2 laws of 1 adapter; 1 rounds" in out
+    assert "interrupted: 0 of 2 laws of 1 adapter hold, 1 broken, 1 unknown; 1 round," in out
     assert len(pids) == 2, "two workers"
     assert not left

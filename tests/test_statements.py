@@ -236,5 +236,5 @@ def test_strict_reach_counts_lines(tmp_path: pathlib.Path, capsys: pytest.Captur
     assert main([*words.split(), "--findings", str(tmp_path / "findings")]) == 3
     output = " ".join(capsys.readouterr().out.split())
     assert "HOLDS oracle" in output
-    assert output.index("never ran Python: long_gate (tests/reach_library.py:") < output.index("looked at at most ")
+    assert output.index("never ran Python: long_gate (tests/reach_library.py:") < output.index("looked at up to ")
     assert "Python that never ran" not in output, "it is said once"

@@ -119,7 +119,7 @@ def run(words: Sequence[str], out: Any, err: Any, at: Callable[[Run], None] = la
     shutil.rmtree(".gdn-verify", ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch, streams(out, err):
         patch.setattr(check_command, "workers_of", lambda *_: [Slow(at), Slow(at), Slow(at)])
-        patch.setattr(soak, "started", lambda *_: [Slow(at), Slow(at), Slow(at)])
+        patch.setattr(soak, "started", lambda *_, **__: [Slow(at), Slow(at), Slow(at)])
         return main(words)
 
 
@@ -212,7 +212,7 @@ def test_after_ctrl_c_a_terminal_shows_what_was_decided(command: list[str], monk
     monkeypatch.setattr(Slow, "close", lambda _: stopped.set())
     code, text = in_pipe(["check", *command], at=before)
     assert code == exits.INTERRUPTED
-    assert text.splitlines()[-1].startswith("interrupted: 1 holds, 2 broken, 1 not finished of 4 laws")
+    assert text.splitlines()[-1].startswith("interrupted: 1 of 4 laws holds, 2 broken, 1 not finished")
     for state in (reports, begun, stopped):
         state.clear()
     code, screen = on_terminal(["check", *command], 80, at=before)

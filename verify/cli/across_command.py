@@ -1,6 +1,5 @@
 """The verb `across`: run lines in several places, each with another version of the implementation, and print a table."""
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -12,6 +11,7 @@ from verify.cli.hosts import deadline_of
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.places import Repository, allow, path_place, python_place, release_place
+from verify.cli.verb_options import AcrossOptions, Cases, Places, Versions
 from verify.engine import across as engine
 from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers
 from verify.engine.check import Check
@@ -24,15 +24,14 @@ from verify.process.cores import cores
 from verify.process.worker import Worker
 
 
-def across(options: argparse.Namespace) -> int:
+def across(options: AcrossOptions) -> int:
     """Run all lines in all places and print what each is in each. Returns the exit code."""
-    runs, deadline_s = [Run.parse(line) for line in options.lines], deadline_of(options)
-    store = Store()
+    runs, store = [Run.parse(line) for line in options.lines], Store()
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         places = places_of(options, [run.adapter for run in runs] or options.asked, stack)
         runs = runs or _lines(options, places[-1])
-        placed = [SiteWorkers(place, deadline_s, store, number) for number, place in enumerate(places)]
+        placed = placed_of(options, places, store)
         with progress() as tell:
             columns = engine.matrix(placed, runs, options.workers or min(cores(), 4), tell)
     print_troubles(store, None)
@@ -48,7 +47,7 @@ def across(options: argparse.Namespace) -> int:
     return BROKEN if engine.BROKEN in verdicts else UNDECIDED if NOT in verdicts else HOLDS
 
 
-def places_of(options: argparse.Namespace, specs: Sequence[str], stack: contextlib.ExitStack) -> list[Site]:
+def places_of(options: Places, specs: Sequence[str], stack: contextlib.ExitStack) -> list[Site]:
     """The places in the order of the command line. ValueError if one is not there, or may not be downloaded."""
     allow([word for kind, word in options.places if kind == "release"], yes=options.yes)
     repository = Repository(specs) if any(kind == "rev" for kind, _ in options.places) else None
@@ -64,16 +63,22 @@ def places_of(options: argparse.Namespace, specs: Sequence[str], stack: contextl
     return places
 
 
-def drawn(options: argparse.Namespace, spec: str, place: Site, worker: Worker, device: str) -> list[Run]:
+def placed_of(options: Versions, places: Sequence[Site], store: Store) -> list[SiteWorkers]:
+    """The processes of each place."""
+    deadline_s, sequential = deadline_of(options), options.sequential
+    return [SiteWorkers(place, deadline_s, store, number, sequential=sequential) for number, place in enumerate(places)]
+
+
+def drawn(options: Cases, spec: str, place: Site, worker: Worker, device: str) -> list[Run]:
     """The lines that a check of an adapter would run on a device, drawn from what it declares in a place."""
     tune = str(options.seed) if device == "cuda" else ""
     name, profile = place.adapters.get(spec, spec), PROFILES[options.profile]
-    settings = Settings(name, chosen_laws(options), profile, options.seed, device, tune)
+    settings = Settings(name, chosen_laws(options.law), profile, options.seed, device, tune)
     with Check(settings, [worker], defects=()) as check:
         return [dataclasses.replace(run, adapter=spec) for _, runs, _ in check.drawn() for run in runs]
 
 
-def _lines(options: argparse.Namespace, place: Site) -> list[Run]:
+def _lines(options: AcrossOptions, place: Site) -> list[Run]:
     """The lines of an adapter, drawn in the last place."""
     (spec,) = options.asked
     if place.trouble:

@@ -7,6 +7,7 @@ from typing import Any
 
 from verify.adapters.libraries import FOLDER, LIBRARIES
 from verify.adapters.registry import OWN
+from verify.cli import verb_options as kinds
 from verify.cli.options import (
     add_asking,
     add_certificate,
@@ -455,27 +456,81 @@ def _new_process(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", default=".", metavar="DIR", help="the folder for the two files (default: this one)")
 
 
-# Each verb with its module in verify/cli and function, what it does, and its arguments.
-VERBS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
-    ("list", "list_command:list_all", "print operations, laws, adapters, and what this host can run", _list),
-    ("check", "check_command:check", "check an adapter against the laws", _check),
-    ("merge", "merge_command:act", "join the records of a check's shards into one verdict", _merge),
-    ("draw", "draw_command:draw", "print the lines of the cases that check would run", _draw),
-    ("export", "export_command:export", "write the calls of a check's cases as files, for what no process can ask", _export),
-    ("judge", "export_command:judge", "judge the answers to what export has written, as check does", _judge),
-    ("repeat", "repeat_command:repeat", "run one printed line again", _repeat),
-    ("known", "known_command:put_on_file", "put a failure on file as a known defect", _known),
-    ("launches", "launches_command:launches", "find the kernel launch that gives other numbers in another call", _launches),
-    ("arithmetic", "arithmetic_command:act", "measure how the device computes, and compare it with its known table", _arithmetic),
-    ("across", "across_command:across", "run lines on several releases, folders, revisions or environments", _across),
-    ("bisect", "bisect_command:bisect", "find the release or revision that broke or mended a line", _bisect),
-    ("compare", "compare_command:compare", "judge an old and a new version on the same cases", _compare),
-    ("twin", "twin_command:twin", "compare an implementation for training with one for serving, token by token", _twin),
-    ("soak", "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over", _soak),
-    ("zoo", "zoo_command:act", "run wrong implementations, and print which laws kill them", _zoo),
-    ("claims", "claims_command:act", "measure what published changes claim, on the GPUs of this host", _claims),
-    ("fetch", "fetch_command:act", "download the files of a library that adapters import", _fetch),
-    ("completion", "completion_command:complete", "print a script with which a shell completes command lines", _completion),
-    ("certificate", "certificate_command:certificate", "verify the certificate that check has written", _certificate),
-    ("new-process", "new_process_command:write", "write a kernel in another language, and the adapter for it", _new_process),
+# Each verb with the class of its options, its module in verify/cli and function, what it does, and its arguments.
+VERBS: tuple[tuple[str, type[Any], str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
+    ("list", kinds.ListOptions, "list_command:list_all", "print operations, laws, adapters, and what this host can run", _list),
+    ("check", kinds.CheckOptions, "check_command:check", "check an adapter against the laws", _check),
+    ("merge", kinds.MergeOptions, "merge_command:act", "join the records of a check's shards into one verdict", _merge),
+    ("draw", kinds.DrawOptions, "draw_command:draw", "print the lines of the cases that check would run", _draw),
+    (
+        "export",
+        kinds.ExportOptions,
+        "export_command:export",
+        "write the calls of a check's cases as files, for what no process can ask",
+        _export,
+    ),
+    ("judge", kinds.JudgeOptions, "export_command:judge", "judge the answers to what export has written, as check does", _judge),
+    ("repeat", kinds.RepeatOptions, "repeat_command:repeat", "run one printed line again", _repeat),
+    ("known", kinds.KnownOptions, "known_command:put_on_file", "put a failure on file as a known defect", _known),
+    (
+        "launches",
+        kinds.LaunchesOptions,
+        "launches_command:launches",
+        "find the kernel launch that gives other numbers in another call",
+        _launches,
+    ),
+    (
+        "arithmetic",
+        kinds.ArithmeticOptions,
+        "arithmetic_command:act",
+        "measure how the device computes, and compare it with its known table",
+        _arithmetic,
+    ),
+    (
+        "across",
+        kinds.AcrossOptions,
+        "across_command:across",
+        "run lines on several releases, folders, revisions or environments",
+        _across,
+    ),
+    ("bisect", kinds.BisectOptions, "bisect_command:bisect", "find the release or revision that broke or mended a line", _bisect),
+    ("compare", kinds.CompareOptions, "compare_command:compare", "judge an old and a new version on the same cases", _compare),
+    (
+        "twin",
+        kinds.TwinOptions,
+        "twin_command:twin",
+        "compare an implementation for training with one for serving, token by token",
+        _twin,
+    ),
+    ("soak", kinds.SoakOptions, "soak_command:soak_all", "check adapters in rounds with other cases, until a time is over", _soak),
+    ("zoo", kinds.ZooOptions, "zoo_command:act", "run wrong implementations, and print which laws kill them", _zoo),
+    (
+        "claims",
+        kinds.ClaimsOptions,
+        "claims_command:act",
+        "measure what published changes claim, on the GPUs of this host",
+        _claims,
+    ),
+    ("fetch", kinds.FetchOptions, "fetch_command:act", "download the files of a library that adapters import", _fetch),
+    (
+        "completion",
+        kinds.CompletionOptions,
+        "completion_command:complete",
+        "print a script with which a shell completes command lines",
+        _completion,
+    ),
+    (
+        "certificate",
+        kinds.CertificateOptions,
+        "certificate_command:certificate",
+        "verify the certificate that check has written",
+        _certificate,
+    ),
+    (
+        "new-process",
+        kinds.NewProcessOptions,
+        "new_process_command:write",
+        "write a kernel in another language, and the adapter for it",
+        _new_process,
+    ),
 )

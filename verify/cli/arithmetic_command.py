@@ -1,6 +1,5 @@
 """The verb `arithmetic`: measure how the device at hand computes, and compare that with what is known of its card."""
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -14,6 +13,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import backend_of, device_of
 from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error, print_line, write
+from verify.cli.verb_options import ArithmeticOptions
 from verify.findings.text_table import text_table
 from verify.gpu import device as devices
 from verify.gpu.arithmetic.cards import Card, Comparison, Measure, compared, read
@@ -30,7 +30,7 @@ DEADLINE_S = 120.0  # of each probe
 RESULTS = ("same", "DIFFERS", "NOT COVERED", "not known", "FAILED")
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: ArithmeticOptions) -> int:
     """Run the probes, print the table, and write what the options name. Returns the exit code."""
     launch, device = launched(), device_of(options.device)
     if launch is not None and options.ranks not in (None, launch.size):
@@ -49,7 +49,7 @@ def act(options: argparse.Namespace) -> int:
         return group.code
 
 
-def _measure(options: argparse.Namespace, device: str, ranks: int, group: Callable[[], AbstractContextManager[Group]]) -> int:
+def _measure(options: ArithmeticOptions, device: str, ranks: int, group: Callable[[], AbstractContextManager[Group]]) -> int:
     """Ask a worker, and then ranks, for every measure, compare and report them. Returns the exit code."""
     start, measures, failed = time.monotonic(), list[Measure](), dict[str, str]()
 
@@ -115,7 +115,7 @@ def _cell(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _write(options: argparse.Namespace, measured: Card, card: Card | None, rows: Sequence[Comparison], code: int) -> bool:
+def _write(options: ArithmeticOptions, measured: Card, card: Card | None, rows: Sequence[Comparison], code: int) -> bool:
     """Write the files that the options name. Returns whether that worked."""
     written = True
     if options.json is not None:

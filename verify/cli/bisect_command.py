@@ -1,41 +1,42 @@
 """The verb `bisect`: find by halves the release or the revision that broke a line, or that mended it."""
 
-import argparse
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from verify.adapters.libraries import LIBRARIES
 from verify.cli import terminal
+from verify.cli.across_command import placed_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.fetch_command import FetchError
-from verify.cli.hosts import deadline_of
 from verify.cli.output import print_json, print_troubles
 from verify.cli.places import Repository, allow, release_place, versions_of
 from verify.cli.terminal import print_error
+from verify.cli.verb_options import BisectOptions
 from verify.engine import across as engine
-from verify.engine.across import NOT, Site, SiteVerdict, SiteWorkers, first_change
+from verify.engine.across import NOT, Site, SiteVerdict, first_change
 from verify.execution.line import Run
 from verify.findings.store import Store
 
-PlaceOf = Callable[[str, contextlib.ExitStack], Site]
 PACKAGES = {"fla": "fla-core", "nemo": "nemo-automodel", "transformers": "transformers"}  # of built-in adapters, beside LIBRARIES
 
 
-def bisect(options: argparse.Namespace) -> int:
+def bisect(options: BisectOptions) -> int:
     """Run a line with versions between a good and a bad one, and print which changed its verdict. Returns the exit code."""
     run, store = Run.parse(options.line), Store()
     try:
-        versions, place_of, about = _revisions(options, run) if options.rev else _releases(options, run)
+        search = _revisions(options, run) if options.rev else _releases(options, run)
     except FetchError as error:
         print_error(str(error))
         return UNDECIDED
+    versions, about = search.versions, search.about
     cells, places = dict[int, SiteVerdict](), dict[int, Site]()
 
     def cell(number: int) -> SiteVerdict:
         if number not in cells:
             with contextlib.ExitStack() as stack:
-                places[number] = place = place_of(versions[number], stack)
-                with SiteWorkers(place, deadline_of(options), store) as placed:
+                places[number] = place = search.place_of(versions[number], stack)
+                with placed_of(options, [place], store)[0] as placed:
                     cells[number] = placed.cell(run)
             if not options.json:
                 short = cells[number].short if cells[number].verdict != NOT else f"{NOT}: {cells[number].reason};"
@@ -44,11 +45,11 @@ def bisect(options: argparse.Namespace) -> int:
 
     last = len(versions) - 1
     ends = (cell(0), cell(last))
-    wanted = (engine.HOLDS, engine.BROKEN) if options.forward else (engine.BROKEN, engine.HOLDS)
+    wanted = (engine.HOLDS, engine.BROKEN) if search.forward else (engine.BROKEN, engine.HOLDS)
     change = first_change(len(versions), cell) if tuple(end.verdict for end in ends) == wanted else None
     store.close()
     print_troubles(store, None)
-    verb = "brought" if options.forward else "mended"
+    verb = "brought" if search.forward else "mended"
     if options.json:
         found = change and {
             "before": versions[change.before],
@@ -65,7 +66,7 @@ def bisect(options: argparse.Namespace) -> int:
         return BROKEN
     if not options.json:
         before, after = about(versions[change.before]), about(versions[change.after])
-        was = "holds" if options.forward else "is broken"
+        was = "holds" if search.forward else "is broken"
         if change.unknown:
             others = ", ".join(about(versions[number]) for number in change.unknown)
             terminal.print_line(f"{verb} by {after}, or one of those that cannot be asked: {others}; with {before} the line {was}")
@@ -74,8 +75,21 @@ def bisect(options: argparse.Namespace) -> int:
     return UNDECIDED if change.unknown else HOLDS
 
 
-def _releases(options: argparse.Namespace, run: Run) -> tuple[list[str], PlaceOf, Callable[[str], str]]:
-    """The releases from the older to the newer of --good and --bad, the place of each, and how it is named."""
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The versions from the older to the newer of --good and --bad, the place of each, and how it is named.
+
+    `forward` says that the good one is older.
+    """
+
+    versions: Sequence[str]
+    place_of: Callable[[str, contextlib.ExitStack], Site]
+    about: Callable[[str], str]
+    forward: bool
+
+
+def _releases(options: BisectOptions, run: Run) -> _Search:
+    """The search among releases."""
     prefix = run.adapter.partition("/")[0]
     of_library = LIBRARIES[prefix].distribution if prefix in LIBRARIES else PACKAGES.get(prefix)
     packages = options.package or (of_library and [of_library])
@@ -85,18 +99,22 @@ def _releases(options: argparse.Namespace, run: Run) -> tuple[list[str], PlaceOf
     for option, version in (("--good", options.good), ("--bad", options.bad)):
         if version not in every:
             raise ValueError(f"{option} must be a release of {packages[0]}: {', '.join(every)}; got {version}")
-    options.forward = every.index(options.good) < every.index(options.bad)
-    low, high = sorted((every.index(options.good), every.index(options.bad)))
-    versions = every[low : high + 1]
+    good, bad = every.index(options.good), every.index(options.bad)
+    versions = every[min(good, bad) : max(good, bad) + 1]
     release_of = {version: tuple((package, version) for package in packages) for version in versions}
     allow(release_of.values(), yes=options.yes)
-    return versions, lambda version, stack: release_place(release_of[version], stack), lambda version: f"{packages[0]} {version}"
+    return _Search(
+        versions,
+        lambda version, stack: release_place(release_of[version], stack),
+        lambda version: f"{packages[0]} {version}",
+        good < bad,
+    )
 
 
-def _revisions(options: argparse.Namespace, run: Run) -> tuple[Sequence[str], PlaceOf, Callable[[str], str]]:
-    """The same for revisions."""
+def _revisions(options: BisectOptions, run: Run) -> _Search:
+    """The search among revisions."""
     repository = Repository([run.adapter])
     good, bad = repository.commit(options.good), repository.commit(options.bad)
-    options.forward = repository.comes_before(good, bad)
-    versions = repository.between(good, bad) if options.forward else repository.between(bad, good)
-    return versions, lambda commit, stack: repository.place(commit[:10], stack), repository.about
+    forward = repository.comes_before(good, bad)
+    versions = repository.between(good, bad) if forward else repository.between(bad, good)
+    return _Search(versions, lambda commit, stack: repository.place(commit[:10], stack), repository.about, forward)

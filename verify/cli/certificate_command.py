@@ -1,6 +1,5 @@
 """The verb `certificate`: verify the certificate of a check. Only --again imports torch, and runs something."""
 
-import argparse
 import contextlib
 import math
 import os
@@ -8,6 +7,7 @@ import pathlib
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import CertificateOptions
 from verify.findings.records import signature
 from verify.findings.records.certificate import (
     Certificate,
@@ -27,7 +27,7 @@ from verify.process.outcome import Verdict
 CLOSE = 1e-6  # a ratio of the same versions on the same processor may differ by so much: another number of cores rounds otherwise
 
 
-def certificate(options: argparse.Namespace) -> int:
+def certificate(options: CertificateOptions) -> int:
     """Verify a certificate and print what differs. Returns the exit code."""
     if options.allowed_signers is not None and not os.path.isfile(options.allowed_signers):
         raise ValueError(f"--allowed-signers must name a file of allowed signers, got {options.allowed_signers!r}")

@@ -1,6 +1,5 @@
 """The verb `check`: test an adapter against the laws."""
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -39,6 +38,7 @@ from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.sweep_command import sweep
 from verify.cli.terminal import marks_of, print_error, print_line, width_of
+from verify.cli.verb_options import CheckOptions
 from verify.engine.check import Check
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES, Profile
@@ -69,9 +69,9 @@ IN_WORDS = {
 }
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: CheckOptions) -> int:
     """Check adapters, one after the other, and print a line for each law. Returns the exit code."""
-    specs, several, codes = options.adapters, len(options.adapters) > 1, dict[str, int]()
+    specs, several, codes, began = options.adapters, len(options.adapters) > 1, dict[str, int](), time.time()
     check_outputs(options)
     launch = launched()
     if several and (launch is not None or options.tune == SWEEP):
@@ -83,7 +83,7 @@ def check(options: argparse.Namespace) -> int:
         known.of(spec, options.known)
     backend = _refuse_combinations(options, launch)
     if launch is not None and launch.rank:
-        return follow(launch, backend)
+        return follow(launch, backend, sequential=options.sequential)
     denied = read_deny_list(options.deny, new=options.tune == SWEEP)
     out = sys.stderr if options.json == "-" else sys.stdout
     if options.tune == SWEEP:
@@ -103,7 +103,7 @@ def check(options: argparse.Namespace) -> int:
                 codes[spec] = command.run(lines, records, opened)
             if codes[spec] == INTERRUPTED or (options.stop and codes[spec] == BROKEN):
                 break
-        written = write_outputs(options, records) if records else True
+        written = write_outputs(options, records, began) if records else True
         if several:
             print_line(_told_of(specs, codes), out)
         code = next((code for code in WORST if code in codes.values()), HOLDS)
@@ -135,7 +135,7 @@ def _told_of(specs: Sequence[str], codes: Mapping[str, int]) -> str:
     return f"adapters       {'; '.join(parts)}"
 
 
-def _refuse_combinations(options: argparse.Namespace, launch: Launch | None) -> str:
+def _refuse_combinations(options: CheckOptions, launch: Launch | None) -> str:
     """Refuse options that exclude each other. Returns the backend of ranks, or "" without ranks."""
     for option in ("strict_reach", "strict_domain") if options.tune == SWEEP else ():
         if getattr(options, option):
@@ -152,15 +152,15 @@ def _refuse_combinations(options: argparse.Namespace, launch: Launch | None) -> 
     return backend_of(options, ranks, options.device) if ranks else ""
 
 
-def _place_and_profile(options: argparse.Namespace, backend: str, sanitizer: Sanitizer | None) -> tuple[str, Profile]:
+def _place_and_profile(options: CheckOptions, backend: str, sanitizer: Sanitizer | None) -> tuple[str, Profile]:
     """The device on which kernels run, and the profile of the cases."""
     device = {"nccl": "cuda", "gloo": "cpu"}[backend] if backend else device_of("cuda" if sanitizer else options.device)
     return device, PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
 
 
-def _seed(options: argparse.Namespace, profile: Profile) -> int:
+def _seed(options: CheckOptions, profile: Profile) -> int:
     if options.seed is not None:
-        return int(options.seed)
+        return options.seed
     return 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
 
 
@@ -169,7 +169,7 @@ class _Command:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: CheckOptions,
         spec: str,
         denied: Sequence[Denied],
         launch: Launch | None,
@@ -177,7 +177,7 @@ class _Command:
         until: float,
         out: TextIO,
     ) -> None:
-        sanitizer = sanitizer_of(options)
+        sanitizer = sanitizer_of(options.sanitize)
         device, profile = _place_and_profile(options, backend, sanitizer)
         shard, ranks = options.shard or WHOLE, launch.local_size if launch else options.ranks
         if not shard.whole and (options.climb or profile.climbs or options.strict_reach):
@@ -191,7 +191,7 @@ class _Command:
         self._examples = None if sanitizer else examples
         self._settings = Settings(
             spec,
-            chosen_laws(options),
+            chosen_laws(options.law),
             profile,
             seed,
             device=device,
@@ -200,15 +200,16 @@ class _Command:
             climbs=options.climb or None,
             stop_at_first=options.stop,
             deadline_s=deadline_of(options),
+            sequential=options.sequential,
             compilers=0 if simulated or (launch and not launch.one_host) else compilers_of(device),
             ranks=ranks or 0,
             known=options.known,
             denied=denied,
             until=until,
             shard=shard,
-            engine_workers=engine_workers_of(options),
-            gpu_workers=gpu_workers_of(options),
-            given=getattr(options, "given", None),
+            engine_workers=engine_workers_of(options.workers),
+            gpu_workers=gpu_workers_of(options.workers),
+            given=options.given,
             under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
         )
 
@@ -224,7 +225,8 @@ class _Command:
         with sanitizer or contextlib.nullcontext(), contextlib.ExitStack() as here, progress() as on_case, checking:
             (here if self._launch is None else later).enter_context(ended(workers))
             checking.on_case = on_case
-            checking.on_report = functools.partial(_print_report, out, lines, on_case)
+            texts = text.LawTexts(width_of(out, text.WIDTH), marks_of(out))
+            checking.on_report = functools.partial(_print_report, texts, out, lines, on_case)
             try:
                 _run(options, checking, sanitizer, out, lines, told)
             except KeyboardInterrupt:
@@ -246,7 +248,7 @@ class _Command:
         return code
 
 
-def _code(options: argparse.Namespace, checking: Check, told: End) -> int:
+def _code(options: CheckOptions, checking: Check, told: End) -> int:
     """The exit code of a check."""
     if told.interrupted:
         return INTERRUPTED
@@ -264,9 +266,7 @@ def _omits(checking: Check) -> Mapping[str, str]:
     return checking.described.omits if checking.described is not None else {}
 
 
-def _run(
-    options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: TextIO, lines: JsonLines, told: End
-) -> None:
+def _run(options: CheckOptions, checking: Check, sanitizer: Sanitizer | None, out: TextIO, lines: JsonLines, told: End) -> None:
     """Print the header, run the check, then print which regimes the cases covered."""
     if sanitizer is not None:
         sanitizer.prove(checking.workers[0])
@@ -332,13 +332,11 @@ def _files_of(defects: Iterable[known.Known]) -> list[str]:
     return [f"  known        {count} defect{'s' if count > 1 else ''} on file in {file}" for file, count in counts.items()]
 
 
-def _print_report(out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport) -> None:
+def _print_report(
+    texts: text.LawTexts, out: TextIO, lines: JsonLines, on_case: Callable[[str, int, int], None], report: LawReport
+) -> None:
     on_case(report.law, report.planned, report.planned)  # the law is over, also if its last cases were not run
-    told = (
-        text.failure(report, width_of(out, text.WIDTH), marks_of(out))
-        if report.verdict is Verdict.BROKEN
-        else text.law_line(report)
-    )
+    told = texts(report)
     if told or report.known:
         print_line("\n  ".join(filter(None, [told, *report.known])), out)
     lines(law_line(report))
@@ -448,9 +446,7 @@ def _summary(checking: Check, wall_s: float) -> str:
     reports, laws, store = checking.reports, checking.laws or [], checking.store
     every = [*reports, *checking.unfinished]
     cases = sum(sum(report.counts.values()) for report in every)
-    missing = len(laws) - len(reports)
-    parts = [*([text.verdict_counts(reports)] if reports else []), *([f"{missing} not finished"] if missing else [])]
-    line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
+    line = f"{text.laws_that_hold(reports, len(laws))}; {cases} cases in {wall_s:.0f} s"
     processes = sum(1 if isinstance(worker, Worker) else worker.size for worker in checking.workers[: max(1, len(laws))])
     line += f" {text.times(every, processes)}"
     if any(report.verdict is Verdict.BROKEN for report in reports) and not store.trouble:

@@ -1,6 +1,5 @@
 """The verb `claims`: measure and judge published changes, and print the table."""
 
-import argparse
 import gc
 import json
 import sys
@@ -28,6 +27,7 @@ from verify.cli.arguments import CLAIMS, CONFIGURATIONS, PULLS
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error, print_line, write
+from verify.cli.verb_options import ClaimsOptions
 
 WIDTH = 220  # columns of the table, if stdout is no terminal
 Part = Callable[[Setting], Iterator[Row]]
@@ -49,24 +49,24 @@ PARTS: dict[int, tuple[tuple[str, Part], ...]] = {
 }
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: ClaimsOptions) -> int:
     """Measure and report. Returns the exit code."""
     if options.megatron or {*(options.claim or ())} & {*PULLS}:
         return megatron.act(options)
-    options.device = options.device or "cuda"
-    if options.device == "cuda" and not torch.cuda.is_available():
+    device = options.device or "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
         print_error("claims need a GPU, and torch sees none")
         return UNDECIDED
     check_writable("--json", options.json)
-    _prepare_kernels(options)
+    _prepare_kernels(device, quick=options.quick)
     rows: list[Row] = []
-    properties = host(options.device)
+    properties = host(device)
     start, interrupted, written = time.monotonic(), False, True
 
     def tell(words: str) -> None:
         print_line(f"{time.monotonic() - start:6.1f} s  {words}", sys.stderr)
 
-    setting = _setting(options, tell)
+    setting = _setting(device, tell, quick=options.quick)
     try:
         for claim in sorted(set(options.claim or PARTS)):
             for name, part in PARTS[claim]:
@@ -121,23 +121,23 @@ def host(device: str) -> dict[str, Any]:
     return {"device": name, "versions": versions, "text": text}
 
 
-def _setting(options: argparse.Namespace, tell: Callable[[str], None]) -> Setting:
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+def _setting(name: str, tell: Callable[[str], None], *, quick: bool) -> Setting:
+    device = torch.device(name, 0) if name == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         return Setting(TINY, clock_of(device), LEAST_EFFORT, device, tell)
-    sizes, effort = (QUICK, QUICK_EFFORT) if options.quick else (REAL, FULL_EFFORT)
+    sizes, effort = (QUICK, QUICK_EFFORT) if quick else (REAL, FULL_EFFORT)
     return Setting(sizes, clock_of(device), effort, device, tell)
 
 
-def _prepare_kernels(options: argparse.Namespace) -> None:
+def _prepare_kernels(device: str, *, quick: bool) -> None:
     """Prepare kernels: interpret them on a CPU, and with `quick` limit autotuning to few configurations."""
-    if options.device == "cpu":
+    if device == "cpu":
         from verify.interpreter import install
 
         install()
     if installed("fla-core"):
         core()
-        if options.quick and options.device != "cpu":
+        if quick and device != "cpu":
             limit_tuning(CONFIGURATIONS)
 
 

@@ -1,6 +1,5 @@
 """The verb `compare`: judge an old and a new version of an implementation on the same cases, and print what differs."""
 
-import argparse
 import contextlib
 import dataclasses
 import statistics
@@ -11,7 +10,7 @@ from typing import Any
 
 from verify.adapters.registry import AdapterError
 from verify.cli import terminal
-from verify.cli.across_command import drawn, places_of
+from verify.cli.across_command import drawn, placed_of, places_of
 from verify.cli.exits import BROKEN as EXIT_BROKEN
 from verify.cli.exits import HOLDS as EXIT_HOLDS
 from verify.cli.exits import UNDECIDED
@@ -19,6 +18,7 @@ from verify.cli.hosts import deadline_of, device_of
 from verify.cli.options import chosen_laws
 from verify.cli.output import print_json, print_troubles, progress
 from verify.cli.terminal import marks_of, print_error, print_line
+from verify.cli.verb_options import CompareOptions
 from verify.engine import compare as engine
 from verify.engine.across import BROKEN, HOLDS, NOT, Site, SiteVerdict, SiteWorkers
 from verify.engine.asking import describe
@@ -50,13 +50,13 @@ TOLD = tuple(change for change in CHANGES if change not in (BOTH[HOLDS], NEITHER
 WIDTH = 100
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: CompareOptions) -> int:
     """Compare two versions and print what differs. Returns the exit code."""
     device, deadline_s, store = device_of(options.device), deadline_of(options), Store()
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         sites = _sites(options, places_of(options, options.adapters, stack))
-        placed = [SiteWorkers(site, deadline_s, store, number) for number, site in enumerate(sites)]
+        placed = placed_of(options, sites, store)
         for one in placed:
             stack.callback(one.close)
         runs = _drawn(options, placed, device)
@@ -77,7 +77,7 @@ def compare(options: argparse.Namespace) -> int:
 class _Told:
     """A comparison, and what it was made from."""
 
-    options: argparse.Namespace
+    options: CompareOptions
     device: str
     placed: Sequence[SiteWorkers]
     found: Differences
@@ -88,21 +88,21 @@ class _Told:
         return self.found.worse(same_bits=self.options.same_bits)
 
 
-def _sites(options: argparse.Namespace, places: Sequence[Site]) -> list[Site]:
+def _sites(options: CompareOptions, places: Sequence[Site]) -> list[Site]:
     """The places of the old and the new version; where there are two adapters, they are in the names too."""
-    specs, sites = (options.adapters * 2)[:2], ([*places] * 2)[:2] or [Site("here", "")] * 2
+    specs, sites = ([*options.adapters] * 2)[:2], ([*places] * 2)[:2] or [Site("here", "")] * 2
     if len(options.adapters) == 1:
         return sites
     words = [f" in {site.name}" if places else "" for site in sites]
     return [dataclasses.replace(site, name=spec + word) for site, spec, word in zip(sites, specs, words, strict=True)]
 
 
-def _drawn(options: argparse.Namespace, placed: Sequence[SiteWorkers], device: str) -> list[tuple[Run, Run]]:
+def _drawn(options: CompareOptions, placed: Sequence[SiteWorkers], device: str) -> list[tuple[Run, Run]]:
     """The cases that a check of the old version would run, and those of known defects, each as a line of both versions.
 
     If the old version cannot be loaded, they are those of the new one.
     """
-    specs, domains, runs, laws = (options.adapters * 2)[:2], list[Any](), list[Run](), chosen_laws(options)
+    specs, domains, runs, laws = ([*options.adapters] * 2)[:2], list[Any](), list[Run](), chosen_laws(options.law)
     for one, spec in zip(placed, specs, strict=True):
         try:
             if one.place.trouble:

@@ -1,6 +1,5 @@
 """The verb `completion`: print a script with which a shell completes verbs, options, and names of laws, profiles and adapters."""
 
-import argparse
 import sys
 
 import shtab
@@ -8,8 +7,10 @@ import shtab
 from verify.adapters.registry import BUILT_IN
 from verify.cli import terminal
 from verify.cli.exits import HOLDS
-from verify.cli.options import LAWS, law_word
+from verify.cli.options import law_word
 from verify.cli.parsers import OptionParser, parser, verbs_of
+from verify.cli.verb_options import CompletionOptions
+from verify.engine.power import LAWS
 
 # The function of a shell that completes adapters. shtab's script of bash treats what it yields as files, because of its name.
 NAME = "_gdn_verify_file_or_adapter"
@@ -39,7 +40,7 @@ ADAPTERS = {
 PLACES = {"FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY, "DIR": shtab.DIRECTORY}  # by what an option calls its value
 
 
-def complete(options: argparse.Namespace) -> int:
+def complete(options: CompletionOptions) -> int:
     """Print the script of a shell. Returns the exit code."""
     top = parser()
     for verb in verbs_of(top).values():

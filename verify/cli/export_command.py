@@ -1,6 +1,5 @@
 """The verbs `export` and `judge`: a check whose implementation runs elsewhere. Questions and answers are files."""
 
-import argparse
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from verify.cli.options import chosen_laws
 from verify.cli.output import JsonLines
 from verify.cli.parsers import parser
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import CheckOptions, ExportOptions, JudgeOptions, options_of
 from verify.engine.asking import Described, describe
 from verify.engine.check import Check
 from verify.engine.profiles import PROFILES
@@ -40,7 +40,7 @@ MOST_BYTES = 2**32  # of a case that `judge` judges: a manifest may be anybody's
 SHOWN = 3  # names of missing answers that are printed
 
 
-def export(options: argparse.Namespace) -> int:
+def export(options: ExportOptions) -> int:
     """Write the questions of a check's cases into a folder, and a manifest. Returns the exit code."""
     try:
         return _export(options)
@@ -48,7 +48,7 @@ def export(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.out} cannot be written: {error.strerror}") from None
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: ExportOptions) -> int:
     folder, spec, profile = options.out, options.adapter, PROFILES[options.profile]
     with Worker(environment=devices.environment("cpu")) as worker:  # it only reads declarations
         is_adapter = "/" in spec or ".py" in spec
@@ -99,12 +99,12 @@ def _of_operation(name: str) -> Described:
     return Described(name, adapter.domain, adapter.algorithm, "", declares=declared_by(adapter))
 
 
-def _laws(book: Book, operation: str, options: argparse.Namespace) -> list[str]:
+def _laws(book: Book, operation: str, options: ExportOptions) -> list[str]:
     """The laws to export. ValueError for one that files cannot show."""
     if book.name in ("paths", "traces", "calls"):
         raise ValueError(f"export is for one call of a known operation, and {options.adapter} is none of {book.name}")
     about = [law for law in book.about(operation) if law in EXPORTED]
-    laws = chosen_laws(options) or about
+    laws = chosen_laws(options.law) or about
     if wrong := next((law for law in laws if law not in about), None):
         raise ValueError(f"law {wrong} is not exported; choose from {', '.join(about)}")
     return laws
@@ -129,7 +129,7 @@ def _put(folder: str, manifest: Mapping[str, Any]) -> None:
     write_bytes(os.path.join(folder, MANIFEST), [json.dumps(manifest, indent=1).encode(), b"\n"])
 
 
-def judge(options: argparse.Namespace) -> int:
+def judge(options: JudgeOptions) -> int:
     """Judge answers to an export, as `check` judges an adapter. Returns the exit code."""
     folder, answers = options.folder, options.answers
     if answers is None:
@@ -142,13 +142,13 @@ def judge(options: argparse.Namespace) -> int:
     there = f"answers      {len(names) - len(missing)} of {len(names)}, {len(missing)} missing"
     more = "".join(f", {name}{ENDING}" for name in missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
     print_line(there + more.replace(",", ":", 1), sys.stderr if options.json == "-" else sys.stdout)
-    words = parser().parse_args(["check", spec, "--no-examples", "--device", "cpu"])
-    chosen = {name: value for name, value in vars(options).items() if name not in ("act", "verb", "law")}
-    laws = chosen_laws(options) or [*given]
+    laws = chosen_laws(options.law) or [*given]
     if wrong := next((law for law in laws if law not in given), None):
         raise ValueError(f"law {wrong} was not exported; choose from {', '.join(given)}")
-    asked = {"adapters": [spec], "settings": "", "law": laws, "profile": manifest["profile"], "seed": manifest["seed"]}
-    return check(argparse.Namespace(**{**vars(words), **chosen, **asked, "given": given}))
+    cases = {"law": laws, "profile": manifest["profile"], "seed": manifest["seed"], "given": given}
+    words = parser().parse_args(["check", spec, "--no-examples", "--device", "cpu"])
+    vars(words).update({**vars(options), **cases, "adapters": [spec], "settings": ""})
+    return check(options_of(CheckOptions, words))
 
 
 def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]:
@@ -170,7 +170,7 @@ def _given(manifest: Mapping[str, Any], folder: str) -> dict[str, list[Example]]
     return given
 
 
-def _judge_dumps(options: argparse.Namespace) -> int:
+def _judge_dumps(options: JudgeOptions) -> int:
     """Judge calls that FlashInfer has dumped, or that `watch` has written. Returns the exit code."""
     if ignored := next((name for name in ("law", "html", "junit", "markdown", "annotations") if getattr(options, name)), None):
         raise ValueError(f"--{ignored} is for answers to an export: name ANSWERS too")

@@ -3,7 +3,6 @@
 The wheel is data: nothing in it runs here, and only files that the library's patterns name are unpacked.
 """
 
-import argparse
 import collections
 import contextlib
 import fnmatch
@@ -29,6 +28,7 @@ from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 from verify.cli.exits import HOLDS, UNDECIDED
 from verify.cli.output import print_json
 from verify.cli.terminal import print_error, print_line
+from verify.cli.verb_options import FetchOptions
 
 DAMAGED = (  # what zipfile raises for a damaged or unusual file
     *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, UnicodeError),
@@ -44,7 +44,7 @@ class FetchError(Exception):
     """The files could not be had. The message is one line."""
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: FetchOptions) -> int:
     """Fetch a library, unless it is there already, and print where it is. Returns the exit code."""
     library, place = LIBRARIES[options.library].at(options.release)
     folder = pathlib.Path(os.path.abspath(options.to or place))

@@ -1,11 +1,11 @@
 """What a command runs on: the device, the workers, the ranks, a sanitizer."""
 
-import argparse
 import contextlib
 import os
 from collections.abc import Iterator
 
 from verify.adapters.loader import check_requirements
+from verify.cli.verb_options import CheckOptions, Limits, Processes, Ranks
 from verify.execution import sanitizer as sanitize
 from verify.gpu import device as devices
 from verify.gpu import policies
@@ -41,22 +41,23 @@ def compilers_of(device: str) -> int:
     return 0 if device == "cpu" else min(COMPILERS, cores())
 
 
-def deadline_of(options: argparse.Namespace) -> float:
+def deadline_of(options: Limits) -> float:
     """The seconds without an answer after which a run counts as a hang."""
-    return float(options.deadline or (SLOW_S if getattr(options, "sanitize", None) else DEADLINE_S))
+    slow = isinstance(options, Processes) and options.sanitize
+    return options.deadline or (SLOW_S if slow else DEADLINE_S)
 
 
-def sanitizer_of(options: argparse.Namespace) -> sanitize.Sanitizer | None:
+def sanitizer_of(tool: str | None) -> sanitize.Sanitizer | None:
     """The sanitizer of `--sanitize`, or None without it. NoSanitizer if it is not installed, NoGpu if there is no GPU."""
-    if not options.sanitize:
+    if not tool:
         return None
     program = sanitize.find()
     if not devices.gpus():
         raise NoGpu("--sanitize needs a GPU, and torch sees none")
-    return sanitize.Sanitizer(options.sanitize, program)
+    return sanitize.Sanitizer(tool, program)
 
 
-def backend_of(options: argparse.Namespace, ranks: int, device: str | None) -> str:
+def backend_of(options: Ranks, ranks: int, device: str | None) -> str:
     """The communication backend of ranks on this host: `--backend`, or NCCL if there is a GPU for each rank, or Gloo.
 
     ValueError if the backend does not fit the device, NoGpu if there are too few GPUs.
@@ -66,7 +67,7 @@ def backend_of(options: argparse.Namespace, ranks: int, device: str | None) -> s
     if device == "cuda" and devices.gpus() < ranks:
         raise NoGpu(f"{ranks} ranks on cuda need a GPU each, and torch sees {devices.gpus() or 'none'}")
     if options.backend:
-        return str(options.backend)
+        return options.backend
     return "nccl" if device != "cpu" and devices.gpus() >= ranks else "gloo"
 
 
@@ -78,33 +79,33 @@ def device_of(asked: str | None) -> str:
 
 
 def workers_of(
-    options: argparse.Namespace, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
+    options: Processes, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
 ) -> int | list[Answering]:
     """The number of workers to start; or a list with the workers under a sanitizer, or with the group of ranks."""
     backend = "nccl" if device == "cuda" else "gloo"
     if launch is not None:
         if options.ranks not in (None, launch.size):
             raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
-        return [TorchrunGroup(launch, backend, deadline_of(options))]
-    if getattr(options, "ranks", None):
-        return [RankGroup(options.ranks, backend, deadline_of(options))]
-    count = count_of(options, device)
+        return [TorchrunGroup(launch, backend, deadline_of(options), sequential=options.sequential)]
+    if options.ranks:
+        return [RankGroup(options.ranks, backend, deadline_of(options), sequential=options.sequential)]
+    count = count_of(options.workers, device) if isinstance(options, CheckOptions) else 1
     return count if sanitizer is None else [sanitizer.worker(deadline_of(options), device, index) for index in range(count)]
 
 
-def count_of(options: argparse.Namespace, device: str) -> int:
+def count_of(workers: int | None, device: str) -> int:
     """How many workers run cases: `--workers`, or one for each GPU, or on a CPU one for each core, at most four."""
-    return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(cores(), 4)))
+    return workers or (devices.gpus() if device == "cuda" else min(cores(), 4))
 
 
-def engine_workers_of(options: argparse.Namespace) -> int:
+def engine_workers_of(workers: int | None) -> int:
     """The least number of workers for a serving engine on GPUs: `--workers`, or one for every two cores, at most ENGINES."""
-    return int(options.workers or min(ENGINES, cores() // 2))
+    return workers or min(ENGINES, cores() // 2)
 
 
-def gpu_workers_of(options: argparse.Namespace) -> int:
+def gpu_workers_of(workers: int | None) -> int:
     """The least number of workers for kernels on GPUs: `--workers`, or one for every two cores, at most SHARING for each GPU."""
-    return int(options.workers or min(SHARING * devices.gpus(), cores() // 2))
+    return workers or min(SHARING * devices.gpus(), cores() // 2)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """The verb `known`: put a failure on file as a known defect, after having seen it fail."""
 
-import argparse
 import pathlib
 
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import KnownOptions
 from verify.engine.asking import ask, describe
 from verify.execution.line import Run
 from verify.findings import known, known_entry
@@ -17,7 +17,7 @@ from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
 
-def put_on_file(options: argparse.Namespace) -> int:
+def put_on_file(options: KnownOptions) -> int:
     """Run a line, and put it on file if it fails. Returns the exit code."""
     run = Run.parse(options.line)
     near = known.beside(run.adapter)
@@ -34,7 +34,8 @@ def put_on_file(options: argparse.Namespace) -> int:
     if run.device == "cuda" and not devices.gpus():
         raise NoGpu("the line has device=cuda, but torch sees no GPU")
     store = Store()
-    with Worker(deadline_of(options), environment=devices.environment(run.device)) as worker:
+    environment = devices.environment(run.device)
+    with Worker(deadline_of(options), environment=environment, sequential=options.sequential) as worker:
         described = describe(run.adapter, worker)
         defects = before.on(described.device)
         outcome = ask(run, worker, store, defects=defects)

@@ -1,13 +1,12 @@
 """The verb `launches`: find the kernel launch whose numbers differ."""
 
-import argparse
-
 from verify.adapters.registry import AdapterError
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
 from verify.cli.options import SWEEP
 from verify.cli.output import print_json
 from verify.cli.terminal import print_error, print_line
+from verify.cli.verb_options import LaunchesOptions
 from verify.engine.asking import describe
 from verify.execution.line import Run
 from verify.findings import known
@@ -17,9 +16,9 @@ from verify.process.messages import Failure, Launches, LaunchReport, read
 from verify.process.worker import Worker, WorkerLost
 
 
-def launches(options: argparse.Namespace) -> int:
+def launches(options: LaunchesOptions) -> int:
     """Print the launches whose results differ among several calls. Returns the exit code."""
-    run, beside = Run.parse(options.line), options.beside or []
+    run, beside = Run.parse(options.line), [*(options.beside or ())]
     if run.device != "cuda":
         raise ValueError(f"launches needs a line with device=cuda, got device={run.device}")
     if SWEEP in beside:

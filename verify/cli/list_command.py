@@ -1,6 +1,5 @@
 """The verb `list`: operations, laws, adapters, and what this host can run."""
 
-import argparse
 import json
 from typing import Any
 
@@ -12,6 +11,7 @@ from verify.cli import zoo_command as command
 from verify.cli.exits import HOLDS
 from verify.cli.output import print_json
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import ListOptions
 from verify.engine.asking import describe
 from verify.engine.profiles import PROFILES
 from verify.findings.records.schema import schema
@@ -19,7 +19,7 @@ from verify.gpu import record as gpu_record
 from verify.process.worker import Worker
 
 
-def list_all(options: argparse.Namespace) -> int:
+def list_all(options: ListOptions) -> int:
     """Print operations, laws, adapters and the state of this host. Returns the exit code."""
     if options.schema:
         print_line(json.dumps(schema(), indent=2))

@@ -18,9 +18,9 @@ from verify.cli.exits import INTERRUPTED, UNDECIDED, USAGE
 from verify.cli.options import find_in
 from verify.cli.parsers import parser, refuse
 from verify.cli.terminal import Unwritable, print_error
+from verify.cli.verb_options import CheckOptions, SoakOptions, options_of
 from verify.process import prestart
 from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
-from verify.process.environment import INTERPRETER
 from verify.process.fork_server import importing
 
 
@@ -28,16 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return its exit code."""
     code, is_process = UNDECIDED, arguments is None
     try:
-        options = settings.parse(parser(), arguments)
-        refuse(options)
-        find_in(getattr(options, "path", None))
+        namespace = settings.parse(parser(), arguments)
+        refuse(namespace)
+        options = options_of(namespace.kind, namespace)
+        find_in(vars(namespace).get("path"))
         check_names()
-        if chosen := getattr(options, "interpreter", None):
-            os.environ[INTERPRETER] = chosen
         if is_process:
-            prestart.begin(options)
+            _prestart(options)
         with importing() if is_process else contextlib.nullcontext():
-            act = _act(options.act)
+            act = _act(namespace.act)
         code = act(options)
         sys.stdout.flush()
     except (AdapterError, Shadowed, ValueError) as error:
@@ -67,6 +66,13 @@ def _act(place: str) -> Callable[[Any], int]:
     module, _, function = place.partition(":")
     act: Callable[[Any], int] = getattr(importlib.import_module(f"verify.cli.{module}"), function)
     return act
+
+
+def _prestart(options: object) -> None:
+    """Start the worker that a command will most likely need. With ranks or a sanitizer it needs others."""
+    match options:
+        case CheckOptions(ranks=None, sanitize=None) | SoakOptions():
+            prestart.begin(options.device)
 
 
 def _discard_stdout() -> None:

@@ -1,6 +1,5 @@
 """The verb `claims` for pull requests of Megatron-LM: settle what they claim on the released code of their authors."""
 
-import argparse
 import json
 import sys
 import time
@@ -21,11 +20,12 @@ from verify.cli.arguments import CONFIGURATIONS, PULLS
 from verify.cli.hosts import device_of
 from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error, print_line, write
+from verify.cli.verb_options import ClaimsOptions
 
 WIDTH = 200  # columns of the table, if stdout is no terminal
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: ClaimsOptions) -> int:
     """Settle the claims and report. Returns the exit code. ValueError for a claim that is none of a pull request."""
     chosen = sorted({*(options.claim or PULLS)})
     if others := [claim for claim in chosen if claim not in PULLS]:

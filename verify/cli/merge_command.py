@@ -1,6 +1,5 @@
 """The verb `merge`: the shards of a check as one verdict."""
 
-import argparse
 import sys
 from typing import TextIO
 
@@ -8,6 +7,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, exit_code
 from verify.cli.output import JsonLines
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
+from verify.cli.verb_options import MergeOptions
 from verify.findings import outside
 from verify.findings import report as text
 from verify.findings.records.merging import merged
@@ -16,7 +16,7 @@ from verify.process.outcome import Verdict
 from verify.reach import report as reach_report
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: MergeOptions) -> int:
     """Merge the records, print what the whole check would have printed, and return the exit code that it would have had."""
     check_outputs(options)
     checks = merged((place, record) for place in options.record for record in read(place))
@@ -36,7 +36,7 @@ def act(options: argparse.Namespace) -> int:
         return lines.code(worst if written or worst != HOLDS else UNDECIDED)
 
 
-def _code(options: argparse.Namespace, record: Record) -> int:
+def _code(options: MergeOptions, record: Record) -> int:
     """The exit code of one check."""
     end, reports = record.end, record.reports
     assert end is not None
@@ -53,10 +53,9 @@ def _print(record: Record, files: int, out: TextIO) -> None:
     assert end is not None
     print_line(f"{head.adapter}  {head.versions}  profile {head.profile}, seed {head.seed}, merged from {files} records", out)
     print_line("\n".join(head.declares), out)
+    texts = text.LawTexts(width_of(out, text.WIDTH), marks_of(out))
     for report in record.reports:
-        broken = report.verdict is Verdict.BROKEN
-        told = text.failure(report, width_of(out, text.WIDTH), marks_of(out)) if broken else text.law_line(report)
-        print_line("\n  ".join(filter(None, [told, *report.known])), out)
+        print_line("\n  ".join(filter(None, [texts(report), *report.known])), out)
     regimes = ["cases by regime:", *end.regimes] if end.regimes else []
     for part in (
         regimes,
@@ -71,8 +70,8 @@ def _print(record: Record, files: int, out: TextIO) -> None:
             print_line("\n".join(part), out)
     if end.not_run:
         print_line(f"not run in every shard: {', '.join(end.not_run)}", out)
-    verdicts = text.verdict_counts(record.reports)
-    print_line(f"{verdicts} of {len(head.laws)} laws; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
+    verdicts = text.laws_that_hold(record.reports, len(head.laws))
+    print_line(f"{verdicts}; {record.cases} cases; the longest shard took {end.wall_s:.0f} s", out)
     if kept := text.kept_promises(record.reports):
         print_line("\n".join(kept), out)
     if end.exit_code == UNDECIDED and not end.lacks and Verdict.UNKNOWN not in {report.verdict for report in record.reports}:

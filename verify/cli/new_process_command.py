@@ -1,6 +1,5 @@
 """The verb `new-process`: write a kernel in another language that gdn-verify can ask, and the adapter for it."""
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -8,6 +7,7 @@ import sys
 
 from verify.cli import terminal
 from verify.cli.exits import HOLDS
+from verify.cli.verb_options import NewProcessOptions
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 ADAPTER = "my_kernel.py"
@@ -39,7 +39,7 @@ OF_LANGUAGES = {
 }
 
 
-def write(options: argparse.Namespace) -> int:
+def write(options: NewProcessOptions) -> int:
     """Write the two files, and print what to do next. Returns the exit code. ValueError if one of them is there already."""
     template, folder = OF_LANGUAGES[options.language], pathlib.Path(options.to)
     files = {

@@ -5,12 +5,13 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from packaging.version import InvalidVersion, Version
 
 from oracles import PRODUCTS
 from properties.words.names import unknown
-from verify.engine.power import KILLS
+from verify.engine.power import LAWS
 from verify.engine.profiles import PROFILES
 from verify.engine.shard import Shard
 from verify.findings.store import FOLDER
@@ -23,7 +24,6 @@ ANNOTATIONS = ("github",)
 Release = tuple[tuple[str, str], ...]  # distributions with their versions, which are one place together
 PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST_TOKENS = 65536  # of a sequence of `twin`
-LAWS = tuple(dict.fromkeys(law for laws in KILLS.values() for law in laws))
 
 
 def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
@@ -285,6 +285,6 @@ def python_word(word: str) -> tuple[str, str]:
     return "python", word
 
 
-def chosen_laws(options: argparse.Namespace) -> list[str] | None:
-    """The laws that the options name, or None for all."""
-    return list(dict.fromkeys(options.law or ())) or None
+def chosen_laws(law: Sequence[str] | None) -> list[str] | None:
+    """The laws that `--law` names, each once, or None for all."""
+    return list(dict.fromkeys(law or ())) or None

@@ -1,6 +1,5 @@
 """The output of commands: what they keep, JSON and progress."""
 
-import argparse
 import contextlib
 import json
 import math
@@ -14,13 +13,14 @@ from typing import Any, TextIO
 from verify.cli import terminal
 from verify.cli.exits import HOLDS, UNDECIDED
 from verify.cli.terminal import print_error, print_line
+from verify.cli.verb_options import Kept
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 
 PLAIN_S = 20.0  # without a terminal there is a line of progress at most every so many seconds
 
 
-def stored(options: argparse.Namespace, out: TextIO) -> tuple[Store, Examples | None]:
+def stored(options: Kept, out: TextIO) -> tuple[Store, Examples | None]:
     """The store of findings and the file of examples. Also prints the lines that were under way when an earlier check died."""
     store = Store(options.findings)
     for line in store.left_behind():

@@ -1,15 +1,14 @@
 """Files that show a check elsewhere. Each is made from the records of the check alone, after its last law."""
 
-import argparse
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 
 from verify.cli.options import SWEEP
 from verify.cli.output import check_writable, write_file
 from verify.cli.terminal import print_error, write
+from verify.cli.verb_options import CheckOptions, Outputs
 from verify.findings.records import certificate, page, signature
 from verify.findings.records.github import annotations
 from verify.findings.records.junit import junit
@@ -19,25 +18,30 @@ from verify.findings.records.record import Record
 MADE = {"junit": junit, "markdown": markdown}  # options that name a file, and what makes its text
 
 
-def check_outputs(options: argparse.Namespace) -> None:
+def check_outputs(options: Outputs) -> None:
     """Refuse a file that cannot be written or made, before any work is done. ValueError names the option."""
-    for option in (*MADE, "annotations"):
-        if getattr(options, option) is not None and getattr(options, "tune", None) == SWEEP:
-            raise ValueError(f"--{option} must be left out with --tune sweep, which gives no verdict on laws")
+    if isinstance(options, CheckOptions) and options.tune == SWEEP:
+        for option in (*MADE, "annotations"):
+            if getattr(options, option) is not None:
+                raise ValueError(f"--{option} must be left out with --tune sweep, which gives no verdict on laws")
     for option in MADE:
         check_writable(f"--{option}", getattr(options, option))
-    _check_certificate(options)
+    if isinstance(options, CheckOptions):
+        _check_certificate(options)
     if options.html:
         page.check()
         check_writable("--html", options.html)
 
 
-def write_outputs(options: argparse.Namespace, records: Sequence[Record]) -> bool:
-    """Write the files that the options name. Returns whether all of them could be written; if not, stderr says why."""
+def write_outputs(options: Outputs, records: Sequence[Record], began: float = 0.0) -> bool:
+    """Write the files that the options name. Returns whether all of them could be written; if not, stderr says why.
+
+    `began` is when a check began, in seconds since 1970, which its certificate needs.
+    """
     if options.annotations:
         for line in annotations(records):
             write(line, sys.stderr if options.json == "-" else sys.stdout)
-    written = _write_certificate(options, records)
+    written = not isinstance(options, CheckOptions) or _write_certificate(options, records, began)
     for option, made in MADE.items():
         if (place := getattr(options, option)) is not None:
             written &= write_file(place, _before(place) + made(records))
@@ -55,10 +59,9 @@ def _before(place: str) -> str:
         return ""
 
 
-def _check_certificate(options: argparse.Namespace) -> None:
-    options.began = time.time()
-    if getattr(options, "certificate", None) is None:
-        if getattr(options, "sign_key", None) is not None:
+def _check_certificate(options: CheckOptions) -> None:
+    if options.certificate is None:
+        if options.sign_key is not None:
             raise ValueError("--sign-key is for --certificate, which is not given")
         return
     if options.tune == SWEEP or options.shard is not None:
@@ -73,11 +76,11 @@ def _check_certificate(options: argparse.Namespace) -> None:
     check_writable("--certificate", options.certificate)
 
 
-def _write_certificate(options: argparse.Namespace, records: Sequence[Record]) -> bool:
-    if getattr(options, "certificate", None) is None:
+def _write_certificate(options: CheckOptions, records: Sequence[Record], began: float) -> bool:
+    if options.certificate is None:
         return True
     try:
-        data = certificate.certificate_of(records, options.began)
+        data = certificate.certificate_of(records, began)
         signed = signature.sign(certificate.canonical(data), options.sign_key) if options.sign_key is not None else ""
     except (ValueError, signature.NoProgram) as error:
         print_error(f"no certificate is written: {error}")

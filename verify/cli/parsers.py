@@ -53,7 +53,10 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def parser() -> OptionParser:
-    """The parser of the whole command line. `act` of what it returns is the module of verify/cli and the function of the verb."""
+    """The parser of the whole command line.
+
+    Of what it returns, `act` is the module of verify/cli and the function of the verb, and `kind` the class of its options.
+    """
     top = OptionParser(
         prog="gdn-verify",
         description="Check whether a Gated DeltaNet implementation is right on every shape and packing\n"
@@ -63,11 +66,11 @@ def parser() -> OptionParser:
     )
     top.add_argument("--version", action="version", version=f"gdn-verify {verify.__version__}")
     parsers = top.add_subparsers(required=True, metavar=f"{{{','.join(name for name, *_ in VERBS)}}}", dest="verb")
-    for name, act, words, add_arguments in VERBS:
+    for name, kind, act, words, add_arguments in VERBS:
         verb: argparse.ArgumentParser = parsers.add_parser(
             name, help=words, epilog=EXITS_OF.get(name, EXITS), formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        verb.set_defaults(act=act)
+        verb.set_defaults(act=act, kind=kind)
         add_arguments(verb)
     return top
 
@@ -83,7 +86,7 @@ def refuse(options: argparse.Namespace) -> None:
     Afterwards `line` is the same however it was written.
     """
     if options.verb in ("check", "draw"):
-        if not options.adapters or (options.adapter is not None and getattr(options, "own", None) is not None):
+        if not options.adapters or (options.adapter is not None and vars(options).get("own") is not None):
             raise ValueError(f"{options.verb} needs one adapter: {ADAPTER}; or [tool.gdn-verify] in pyproject.toml must list some")
         for spec in options.adapters:
             check_spec(spec)

@@ -57,7 +57,7 @@ class LawItem:
             except NoInterpreter as error:
                 pytest.fail(str(error), pytrace=False)
             (report,) = check.run()
-        looked_at = [f"looked at: at most {reach_report.looked_at(report.reach)}"] if report.reach else []
+        looked_at = [f"looked at: up to {reach_report.looked_at(report.reach)}"] if report.reach else []
         for line in (*report.known, *looked_at, *filter(None, (warning, store.trouble, examples.trouble))):
             print(line)
         if report.verdict is Verdict.BROKEN:
@@ -84,6 +84,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--gdn-device", choices=("cpu", "cuda"), help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+    )
+    group.addoption(
+        "--gdn-interpreter",
+        choices=("grid", "sequential"),
+        default="grid",
+        help="how Triton kernels run without a GPU: all programs together, which detects races (grid, the default), or one after "
+        "another (sequential)",
     )
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="seed of the cases (default 0)")
     group.addoption(
@@ -186,13 +193,14 @@ def gdn_device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def gdn_worker(gdn_device: str) -> "Iterator[Worker]":
+def gdn_worker(request: pytest.FixtureRequest, gdn_device: str) -> "Iterator[Worker]":
     """One worker process for all items of this pytest process. The processes of pytest-xdist take the GPUs in turn."""
     from verify.gpu.device import environment
     from verify.process.worker import Worker
 
     place = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    with Worker(environment=environment(gdn_device, int(place) if place.isdecimal() else 0)) as worker:
+    sequential = request.config.getoption("--gdn-interpreter") == "sequential"
+    with Worker(environment=environment(gdn_device, int(place) if place.isdecimal() else 0), sequential=sequential) as worker:
         yield worker
 
 

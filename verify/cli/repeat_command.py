@@ -1,13 +1,21 @@
 """The verb `repeat`: run one printed line again."""
 
-import argparse
 import contextlib
 
 from verify.cli import upstream
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, tell_ranks, workers_of
+from verify.cli.hosts import (
+    backend_of,
+    check_installed,
+    deadline_of,
+    read_deny_list,
+    sanitizer_of,
+    tell_ranks,
+    workers_of,
+)
 from verify.cli.output import check_writable, print_json, print_troubles, write_file
 from verify.cli.terminal import print_error, print_line
+from verify.cli.verb_options import RepeatOptions
 from verify.engine.asking import ask, ask_line, describe, interpreted
 from verify.execution.line import Run
 from verify.execution.watched import WORD, WatchedLine
@@ -22,7 +30,7 @@ from verify.process.worker import Worker
 from verify.ranks.torchrun import follow, launched
 
 
-def repeat(options: argparse.Namespace) -> int:
+def repeat(options: RepeatOptions) -> int:
     """Run a line again and print its outcome. Returns the exit code."""
     if options.line.startswith(WORD):
         return _judge_again(WatchedLine.parse(options.line), options)
@@ -33,17 +41,17 @@ def repeat(options: argparse.Namespace) -> int:
     if ranks := launch.local_size if launch else options.ranks:
         backend = backend_of(options, ranks, run.device)
         if launch is not None and launch.rank:
-            return follow(launch, backend)
+            return follow(launch, backend, sequential=options.sequential)
     check_writable("--upstream", options.upstream)
     if options.upstream and (ranks or options.sanitize):
         raise ValueError("--upstream is about a call of one process: it excludes --ranks, torchrun and --sanitize")
     if options.sanitize and (ranks or run.device == "cpu"):
         raise ValueError("--sanitize is for one process on a GPU: the line must have device=cuda and no ranks")
-    sanitizer = sanitizer_of(options)
+    sanitizer = sanitizer_of(options.sanitize)
     if run.device == "cuda" and not devices.gpus():
         raise NoGpu("the line has device=cuda, but torch sees no GPU (without that word the line runs interpreted)")
     store, workers = Store(options.findings), workers_of(options, launch, run.device, sanitizer)
-    alone = Worker(deadline_of(options), environment=devices.environment(run.device))
+    alone = _worker(options, run.device)
     with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:
         if sanitizer is not None:
             sanitizer.prove(worker)
@@ -80,12 +88,16 @@ def repeat(options: argparse.Namespace) -> int:
     return code
 
 
-def _judge_again(line: WatchedLine, options: argparse.Namespace) -> int:
+def _worker(options: RepeatOptions, device: str) -> Worker:
+    return Worker(deadline_of(options), environment=devices.environment(device), sequential=options.sequential)
+
+
+def _judge_again(line: WatchedLine, options: RepeatOptions) -> int:
     """Judge a part of a watched call again: its stored results, or those of a new call of the adapter in the line."""
     if line.adapter:
         check_installed(line.adapter)
     store = Store(options.findings)
-    with Worker(deadline_of(options), environment=devices.environment("cuda" if devices.gpus() else "cpu")) as worker:
+    with _worker(options, "cuda" if devices.gpus() else "cpu") as worker:
         outcome = ask_line(RunOne(str(line)), worker, store)
     store.close()
     if options.json:

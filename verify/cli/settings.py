@@ -47,7 +47,7 @@ def parse(top: OptionParser, arguments: Sequence[str] | None = None) -> argparse
     options: argparse.Namespace = top.parse_args(arguments)
     if options.verb not in VERBS:
         return options
-    spec = options.adapter or getattr(options, "own", None)
+    spec = options.adapter or vars(options).get("own")
     options.adapters, options.settings = [spec] if spec else [], ""
     if options.no_settings:
         if options.job:

@@ -1,6 +1,5 @@
 """The verb `soak`: check several adapters in rounds."""
 
-import argparse
 import dataclasses
 import random
 import sys
@@ -14,6 +13,7 @@ from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import JsonLines, print_troubles, progress, stored
 from verify.cli.outputs import check_outputs, write_outputs
 from verify.cli.terminal import marks_of, print_line, width_of
+from verify.cli.verb_options import SoakOptions
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import known
@@ -24,7 +24,7 @@ from verify.ranks.torchrun import launched
 from verify.reach import report as reach_report
 
 
-def soak_all(options: argparse.Namespace) -> int:
+def soak_all(options: SoakOptions) -> int:
     """Check several adapters in rounds, then print a table. Returns the exit code."""
     if options.tune == SWEEP:
         raise ValueError("--tune must be a number or native for soak, got sweep")
@@ -34,7 +34,7 @@ def soak_all(options: argparse.Namespace) -> int:
     for spec in options.adapter:
         check_installed(spec)
         known.of(spec, options.known)
-    asked, place = chosen_laws(options), {spec: device_of(options.device) for spec in options.adapter}
+    asked, place = chosen_laws(options.law), {spec: device_of(options.device) for spec in options.adapter}
     denied = read_deny_list(options.deny)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
@@ -58,13 +58,14 @@ def soak_all(options: argparse.Namespace) -> int:
             asked,
             seed=seed,
             place=lambda spec: place[spec],
-            workers=lambda device: count_of(options, device),
+            workers=lambda device: count_of(options.workers, device),
             compilers=compilers_of,
             store=store,
             examples=examples,
             profile=PROFILES[options.profile] if options.profile else None,
             stop_at_first=options.stop,
             deadline_s=deadline_of(options),
+            sequential=options.sequential,
             products=options.products,
             tune=options.tune or "",
             known=options.known,
@@ -123,7 +124,7 @@ def _looked_at(soaking: soak.Soak, spec: str, out: TextIO) -> list[str]:
     )
 
 
-def _record(options: argparse.Namespace, soaking: soak.Soak, spec: str, end: End) -> Record:
+def _record(options: SoakOptions, soaking: soak.Soak, spec: str, end: End) -> Record:
     """The record of all rounds of an adapter."""
     reports, described = _reports_of(soaking, spec), soaking.described[spec]
     head = Head(

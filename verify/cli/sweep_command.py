@@ -1,6 +1,5 @@
 """`check --tune sweep`: run every configuration of every autotuned kernel, and write the deny-list."""
 
-import argparse
 import contextlib
 import os
 import time
@@ -12,6 +11,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import compilers_of, deadline_of
 from verify.cli.output import JsonLines, progress
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import CheckOptions
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
 from verify.findings import known
@@ -20,11 +20,11 @@ from verify.gpu import policies
 
 
 def sweep(
-    options: argparse.Namespace, spec: str, denied: Sequence[policies.Denied], device: str, seed: int, store: Store, out: TextIO
+    options: CheckOptions, spec: str, denied: Sequence[policies.Denied], device: str, seed: int, store: Store, out: TextIO
 ) -> int:
     """Sweep every configuration of every kernel and write the deny-list. Returns the exit code."""
     count = options.workers or max(1, compilers_of(device))
-    workers = started(device, count, deadline_of(options))
+    workers = started(device, count, deadline_of(options), sequential=options.sequential)
     with contextlib.ExitStack() as undo, JsonLines(options.json) as lines, progress() as on_case:
         for worker in workers:
             undo.callback(worker.close)

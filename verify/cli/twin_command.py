@@ -1,6 +1,5 @@
 """The verb `twin`: may two implementations train and serve the same model? Prints how far they are apart, and why."""
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -10,11 +9,12 @@ from typing import Any
 
 from verify.adapters.registry import AdapterError
 from verify.cli import terminal
-from verify.cli.across_command import drawn, places_of
+from verify.cli.across_command import drawn, placed_of, places_of
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
-from verify.cli.hosts import deadline_of, device_of
+from verify.cli.hosts import device_of
 from verify.cli.output import finite, print_json, print_troubles, progress
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import Cases, TwinOptions
 from verify.engine.across import Site, SiteWorkers
 from verify.engine.asking import describe
 from verify.engine.twin.cases import cases_of, comparable, declared_for
@@ -33,14 +33,14 @@ VISIBLE = 0.005  # a smaller share is printed as a dash
 CODES = {Relation.SAME: HOLDS, Relation.ROUNDING: HOLDS, Relation.WRONG: BROKEN, Relation.UNDECIDED: UNDECIDED}
 
 
-def twin(options: argparse.Namespace) -> int:
+def twin(options: TwinOptions) -> int:
     """Compare two implementations and print what was found. Returns the exit code."""
     device, store, specs = device_of(options.device), Store(), (options.trainer, options.server)
     with contextlib.ExitStack() as stack:
         stack.callback(store.close)
         places = places_of(options, specs, stack) or [Site("here", "")]
         places = places if len(places) == 2 else [dataclasses.replace(places[0], shared=True)] * 2
-        placed = [SiteWorkers(place, deadline_of(options), store, number) for number, place in enumerate(places)]
+        placed = placed_of(options, places, store)
         for one in placed:
             stack.callback(one.close)
         sides = [_side(one, spec, device) for one, spec in zip(placed, specs, strict=True)]
@@ -52,7 +52,7 @@ def twin(options: argparse.Namespace) -> int:
         tokens = options.tokens or (ON_GPU if device == "cuda" else min(TOKENS[cost] for cost in costs))
         cases = cases_of(domains, tokens, device, options.seed)
         laws = sorted({*shared_promises(sides).values()})
-        asked = argparse.Namespace(law=laws, profile="few", seed=options.seed)
+        asked = Cases(laws, "few", options.seed)
         lines = [drawn(asked, side.spec, side.workers.place, side.workers.worker(device), device) if laws else [] for side in sides]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdn-verify-"))
         runs = (device, str(options.seed) if device == "cuda" else "")

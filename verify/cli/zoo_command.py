@@ -1,6 +1,5 @@
 """The verb `zoo`: run the laws against the wrong implementations and print what they find; the exit code says if any survived."""
 
-import argparse
 import json
 from collections.abc import Sequence
 
@@ -8,6 +7,7 @@ from properties.books import book_of
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.cli.output import check_writable, progress, write_file
 from verify.cli.terminal import print_line
+from verify.cli.verb_options import ZooOptions
 from verify.engine.profiles import PROFILES
 from verify.zoo import kill_table as table
 from verify.zoo import mutation, page
@@ -16,10 +16,10 @@ from verify.zoo.hunt import Hunt
 from verify.zoo.trials import Trial, Trials, is_eligible, load, suites
 
 
-def act(options: argparse.Namespace) -> int:
+def act(options: ZooOptions) -> int:
     """Run the hunt and report. Returns the exit code."""
     if options.mutate:
-        return _mutate(options)
+        return _mutate(options, options.mutate)
     asked = chosen(options.names, options.letter or ())
     rules = list(dict.fromkeys(name for rule in options.rule or () for name in (suites() if rule == "all" else [rule])))
     for rule in rules:
@@ -63,9 +63,9 @@ def act(options: argparse.Namespace) -> int:
     return UNDECIDED if code == HOLDS and not written else code
 
 
-def _mutate(options: argparse.Namespace) -> int:
+def _mutate(options: ZooOptions, spec: str) -> int:
     return mutation.mutate(
-        options.mutate,
+        spec,
         sample=options.sample,
         seed=options.seed,
         ids=options.id or (),

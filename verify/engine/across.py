@@ -43,9 +43,10 @@ class Site:
     trouble: str = ""
     shared: bool = False
 
-    def worker(self, device: str, deadline_s: float, number: int = 0) -> Worker:
+    def worker(self, device: str, deadline_s: float, number: int = 0, *, sequential: bool = False) -> Worker:
         """A worker of this place. On GPUs, workers have them in turn, by their numbers."""
-        return Worker(deadline_s, environment={**devices.environment(device, number), **self.environment}, python=self.python)
+        environment = {**devices.environment(device, number), **self.environment}
+        return Worker(deadline_s, environment=environment, python=self.python, sequential=sequential)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,9 @@ def cell_of(outcome: Outcome) -> SiteVerdict:
 class SiteWorkers:
     """The processes of one place, one for each device, which start when they are first needed."""
 
-    def __init__(self, place: Site, deadline_s: float, store: Store, number: int = 0) -> None:
+    def __init__(self, place: Site, deadline_s: float, store: Store, number: int = 0, *, sequential: bool = False) -> None:
         self.place, self._deadline_s, self._store, self._number = place, deadline_s, store, number
+        self._sequential = sequential
         self._workers: dict[str, Worker] = {}
         self._sure: set[str] = set()  # adapters that import from the place's folders
         self.described: dict[str, Described] = {}
@@ -160,7 +162,7 @@ class SiteWorkers:
     def worker(self, device: str) -> Worker:
         """The process that runs lines of a device."""
         if device not in self._workers:
-            self._workers[device] = self.place.worker(device, self._deadline_s, self._number)
+            self._workers[device] = self.place.worker(device, self._deadline_s, self._number, sequential=self._sequential)
             if self._closed:
                 self._workers[device].close()
         return self._workers[device]

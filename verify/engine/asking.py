@@ -103,10 +103,14 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{name}={_short(getattr(value, name))}' for name in changed)})"
 
 
-def started(device: str, count: int, deadline_s: float) -> list[Worker]:
+def started(device: str, count: int, deadline_s: float, *, sequential: bool = False) -> list[Worker]:
     """Start `count` workers of a device, at least one. A worker that began with the command is used if its environment fits."""
     environments = [devices.environment(device, index) for index in range(max(1, count))]
-    return [prestart.take(environment, deadline_s) or Worker(deadline_s, environment=environment) for environment in environments]
+    return [
+        prestart.take(environment, deadline_s, sequential=sequential)
+        or Worker(deadline_s, environment=environment, sequential=sequential)
+        for environment in environments
+    ]
 
 
 def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:

@@ -72,7 +72,9 @@ class Check:
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
         self.workers: list[Answering] = []
-        self.workers += started(settings.device, workers, settings.deadline_s) if isinstance(workers, int) else workers
+        if isinstance(workers, int):
+            workers = started(settings.device, workers, settings.deadline_s, sequential=settings.sequential)
+        self.workers += workers
         self._plan: Plan | None = None
         self._waiting: list[LawCheck] = []  # laws in whose first case the call failed, while no case of the check gave an answer
         self._stopped = threading.Event()

@@ -19,7 +19,7 @@ from verify.engine.profiles import PROFILES, Profile
 from verify.engine.state import Settings
 from verify.findings.law_report import LawReport, overall, reach_of
 from verify.findings.regressions import Examples
-from verify.findings.report import times
+from verify.findings.report import laws_that_hold, times
 from verify.findings.store import Store
 from verify.gpu.policies import Denied
 from verify.process.outcome import Verdict
@@ -50,7 +50,7 @@ class Soak:
     - `laws`: names of laws; None means all laws about an adapter's operation. A law that broke is not checked again.
     - `place(spec)` returns the device of an adapter, `workers(device)` and `compilers(device)` how many processes a device has.
     - `profile`: the profile of every round; None means the profiles of PACE.
-    - `known`: files of known defects. `denied`: a deny-list.
+    - `known`: files of known defects. `denied`: a deny-list. `sequential` as for a Worker.
     - `on_round` is called at the start of each round, `on_case(what, done, of)` after each case, `on_report` for each broken law,
       from any thread.
     """
@@ -69,6 +69,7 @@ class Soak:
         profile: Profile | None = None,
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
+        sequential: bool = False,
         products: str | None = None,
         tune: str = "",
         known: Sequence[str] = (),
@@ -81,7 +82,7 @@ class Soak:
         self.store, self.examples, self.profile = store or Store(), examples, profile
         self.stop_at_first, self.deadline_s, self.products, self.tune = stop_at_first, deadline_s, products, tune
         self.on_round, self.on_case, self.on_report = on_round, on_case, on_report
-        self._known, self._denied = known, denied
+        self._known, self._denied, self._sequential = known, denied, sequential
         self._place, self._count, self._compilers = place, workers, compilers
         self._workers: dict[str, list[Worker]] = {}
         self._devices: dict[str, str] = {}
@@ -188,7 +189,7 @@ class Soak:
 
     def _started(self, device: str) -> list[Worker]:
         if device not in self._workers:
-            self._workers[device] = started(device, self._count(device), self.deadline_s)
+            self._workers[device] = started(device, self._count(device), self.deadline_s, sequential=self._sequential)
         return self._workers[device]
 
     def _closed(self, spec: str) -> set[str]:
@@ -234,11 +235,11 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
 
 def summary(reports: Sequence[LawReport], rounds: int, wall_s: float, processes: int) -> str:
     """One line: how many laws have each verdict, how many cases were run, how long it took, and in how many processes."""
-    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
-    line = f"{told or 'nothing'} of {len(reports)} laws of {adapters} adapter{'s' if adapters > 1 else ''}; {rounds} rounds, "
-    line += f"{cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
+    line = laws_that_hold(reports, len(reports), f"{adapters} adapter{'' if adapters == 1 else 's'}")
+    line += (
+        f"; {rounds} round{'' if rounds == 1 else 's'}, {cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
+    )
     return f"{line} {times(reports, processes)}"
 
 

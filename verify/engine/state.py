@@ -28,7 +28,7 @@ class Settings:
     - `laws`: names of laws; None means all laws about the adapter's operation. Laws in `skip` are left out.
     - `products`: how the implementation multiplies float32 matrices; None means what the adapter declares.
     - `climbs`: whether half of the cases are climbed for; None means what the profile says.
-    - `deadline_s`: seconds after which a case counts as a hang.
+    - `deadline_s`: seconds after which a case counts as a hang. `sequential` as for a Worker: of those that the check starts.
     - `compilers`: how many processes compile kernels ahead; for a path on so many `ranks`, each stands in for one of them.
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
@@ -49,6 +49,7 @@ class Settings:
     climbs: bool | None = None
     stop_at_first: bool = False
     deadline_s: float = 120.0
+    sequential: bool = False
     compilers: int = 0
     ranks: int = 0
     skip: Collection[str] = ()

@@ -28,6 +28,9 @@ WORDS = {
 }
 
 
+HEAD = f"{'verdict':<11} {'law':<10}{'cases':>10}  {'error/tolerance':<16} the law in words"  # over the columns of `law_line`
+
+
 def law_line(report: LawReport) -> str:
     """One line: verdict, law, number of cases that could see, the largest error divided by its tolerance, the law in words.
 
@@ -43,6 +46,23 @@ def law_line(report: LawReport) -> str:
     says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
     line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
     return "\n".join([line + _others(report), *_fault_lines(report)])
+
+
+class LawTexts:
+    """The text of each law of a check: the report of a broken law, or a line, the first of which has the head of its columns.
+
+    `width` and `marks` are as for `failure`.
+    """
+
+    def __init__(self, width: int, marks: str) -> None:
+        self._width, self._marks, self._head = width, marks, [HEAD]
+
+    def __call__(self, report: LawReport) -> str:
+        """The text of a law; empty if the report of another one says the same."""
+        if report.verdict is Verdict.BROKEN:
+            return failure(report, self._width, self._marks)
+        head, self._head = self._head, []
+        return "\n".join([*head, law_line(report)])
 
 
 def _cut_line(report: LawReport) -> str:
@@ -203,7 +223,7 @@ def _ratio(finding: Finding) -> str:
 
 
 def times(reports: Iterable[LawReport], processes: int) -> str:
-    """Where the seconds of a check went, in brackets. Kernels and the reference are sums over processes.
+    """Where the seconds of a check went, in brackets. All are sums over the processes.
 
     Waiting, new workers and shrinking are mentioned from a second on.
     """
@@ -212,17 +232,22 @@ def times(reports: Iterable[LawReport], processes: int) -> str:
         sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s", "shrink_s")
     )
     started = sum(report.started for report in reports)
-    parts = [f"kernels {kernel:.0f} s", f"oracle and bounds {oracle:.0f} s in {processes} process{'es' if processes != 1 else ''}"]
+    parts = [f"kernels {kernel:.0f} s", f"reference and tolerances {oracle:.0f} s"]
     parts += [f"waiting for compilers {wait:.0f} s"] if wait >= 1 else []
     parts += [f"started {started} worker{'s' if started != 1 else ''}, {start:.0f} s"] if start >= 1 else []
     parts += [f"shrinking {shrink:.0f} s"] if shrink >= 1 else []
-    return f"({', '.join(parts)})"
+    return f"({'1 process' if processes == 1 else f'{processes} processes together'}: {', '.join(parts)})"
 
 
-def verdict_counts(reports: Iterable[LawReport]) -> str:
-    """How many laws have each verdict: "19 holds, 1 unsupported"."""
+def laws_that_hold(reports: Iterable[LawReport], laws: int, of: str = "") -> str:
+    """How many of so many laws `of` something hold, and how many have each other verdict: "18 of 20 laws hold, 2 unsupported"."""
     counts = collections.Counter(report.verdict for report in reports)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
+    missing = laws - counts.total()
+    holds = counts.pop(Verdict.HOLDS, 0)
+    others = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    others += [f"{missing} not finished"] if missing else []
+    head = f"{holds} of {laws} law{'' if laws == 1 else 's'}{of and f' of {of}'} hold{'s' if 1 in (holds, laws) else ''}"
+    return ", ".join([head, *others])
 
 
 def refusal_lines(refusals: Mapping[str, Sequence[str]]) -> list[str]:

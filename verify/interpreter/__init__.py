@@ -11,7 +11,6 @@ that all of these use. `self_test` decides with `known_kernels` whether an untes
 
 import importlib.abc
 import importlib.util
-import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -52,13 +51,9 @@ def has_launched() -> bool:
     return patches.refused or bool(launch and launch.launches)
 
 
-def install_with_triton(*, sequential: bool = False) -> None:
-    """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it.
-
-    If `sequential`, the programs of a launch run one after another, and races are not found.
-    """
-    patches.sequential = sequential
-    os.environ["TRITON_INTERPRET"] = "1"
+def install_with_triton() -> None:
+    """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it."""
+    patches.choose_interpreter()
     if "triton" in sys.modules:
         install()
     else:

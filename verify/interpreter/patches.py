@@ -24,7 +24,7 @@ from verify.interpreter.self_test import TRITONS, trouble
 MULTIPROCESSORS = 4
 
 
-sequential = False  # whether the programs of a launch run one after another
+sequential = False  # whether the programs of a launch run one after another, and races are not found
 kept: dict[Any, Any] | None = None  # the launches that need not run again (`repeats`), None if all run
 refusal = ""  # why this process interprets no kernel; each launch raises it
 refused = False  # whether a launch was refused
@@ -49,6 +49,11 @@ def keeping_launches() -> Iterator[None]:
         kept = before
 
 
+def choose_interpreter() -> None:
+    """Set TRITON_INTERPRET: when `triton.jit` decorates a kernel, Triton reads this variable and nothing else."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 def patch(*, tested: bool = False) -> bool:
     """Patch Triton's interpreter so that it computes as a GPU does.
 
@@ -56,7 +61,7 @@ def patch(*, tested: bool = False) -> bool:
     fails. With `tested`, no self-test is run. RuntimeError if Triton is already imported for compilation.
     """
     if "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
+        choose_interpreter()
     import triton
 
     # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
@@ -70,7 +75,7 @@ def patch(*, tested: bool = False) -> bool:
         return False
     if not isinstance(combines("_sum_combine"), get("interpreter.InterpretedFunction")):
         raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
-    os.environ["TRITON_INTERPRET"] = "1"
+    choose_interpreter()
     if get("interpreter._patch_lang").__module__ == patch_language.__module__:
         return False
     patch_language()

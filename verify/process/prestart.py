@@ -3,7 +3,6 @@
 This module and what it imports use the standard library alone.
 """
 
-import argparse
 import atexit
 import os
 import sys
@@ -11,15 +10,13 @@ from collections.abc import Mapping
 
 from verify.process.worker import NO_GPU, Worker
 
-VERBS = ("check", "soak")
-ELSEWHERE = ("ranks", "sanitize")  # with these options, the command needs other workers or other environments
 _begun: list[tuple[dict[str, str], list[str], Worker]] = []  # each with its environment and the sys.path that it inherits
 
 
-def begin(options: argparse.Namespace) -> None:
-    """Start the worker that a command will most likely need. Starts none for other verbs or under torchrun."""
-    if options.verb in VERBS and not any(getattr(options, name, None) for name in ELSEWHERE) and "RANK" not in os.environ:
-        no_gpu = options.device == "cpu" or not os.path.exists("/dev/nvidiactl")
+def begin(device: str | None) -> None:
+    """Start the first worker of a device; of a GPU, if there is one, for None. Starts none under torchrun."""
+    if "RANK" not in os.environ:
+        no_gpu = device == "cpu" or not os.path.exists("/dev/nvidiactl")
         environment = dict(NO_GPU) if no_gpu else _first_gpu()
         worker = Worker(environment=environment)
         worker.launch()
@@ -27,12 +24,12 @@ def begin(options: argparse.Namespace) -> None:
         atexit.register(worker.close)
 
 
-def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
+def take(environment: Mapping[str, str], deadline_s: float, *, sequential: bool = False) -> Worker | None:
     """Hand out the prestarted worker, once. None if a worker that starts now would get another environment or `sys.path`."""
     for index, (worker_environment, path, worker) in enumerate(_begun):
         if worker_environment == dict(environment) and path == sys.path:
             del _begun[index]
-            worker.deadline_s = deadline_s
+            worker.deadline_s, worker.sequential = deadline_s, sequential
             return worker
     return None
 

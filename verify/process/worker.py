@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from verify.process import deadline, fork_server
-from verify.process.environment import INTERPRETER, OUTER_PATH
+from verify.process.environment import OUTER_PATH
 from verify.process.fork_server import Forked, importing
 from verify.process.messages import Data, Question, plain
 from verify.process.stacks import in_implementation, innermost
@@ -80,6 +80,7 @@ class Worker:
     """The supervisor of one worker process. It uses no GPU, imports no kernel, and ends a process that is past its deadline.
 
     - `deadline_s`: seconds that a question may take, unless `ask` is given another deadline
+    - `sequential`: whether the programs of an interpreted launch run one after another, which finds no races
     - `environment`: added to the environment of this process
     - `serves`: the module:function that answers questions in the worker
     - `python`: the interpreter of the process, by default that of this one. Another finds modules only where `environment` says
@@ -98,8 +99,9 @@ class Worker:
         serves: str = SERVICE,
         under: Callable[[], Sequence[str]] = tuple,
         python: str | None = None,
+        sequential: bool = False,
     ) -> None:
-        self.deadline_s, self._under, self._python = deadline_s, under, python
+        self.deadline_s, self.sequential, self._under, self._python = deadline_s, sequential, under, python
         self._environment, self._serves = dict(environment), serves
         self._process: Started | Forked | None = None
         self._asking = threading.RLock()  # held while the pipes are used, so that no other thread closes them
@@ -205,7 +207,8 @@ class Worker:
         os.ftruncate(self._errors.fileno(), 0)
         self._mark = -1
         try:
-            os.write(self._to, (json.dumps({**plain(question), "deadline_s": deadline_s}) + "\n").encode())
+            words = {**plain(question), "deadline_s": deadline_s, "sequential": self.sequential}
+            os.write(self._to, (json.dumps(words) + "\n").encode())
         except BrokenPipeError:
             raise self._crashed() from None
 
@@ -397,11 +400,11 @@ def serve(requests: int, answers: int, serves: str) -> None:
     with importing():
         import torch
 
+        from verify import interpreter
+
         torch.set_num_threads(1)
         if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-            from verify import interpreter
-
-            interpreter.install_with_triton(sequential=os.environ.get(INTERPRETER) == "sequential")
+            interpreter.install_with_triton()
         place, _, function = serves.partition(":")
         module = importlib.import_module(place)
         answer = getattr(module, function)
@@ -412,6 +415,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
         busy.set()
         question = json.loads(line)
         deadline.begin(answers, question.pop("deadline_s"))
+        interpreter.patches.sequential = question.pop("sequential")
         reply = (json.dumps(answer(question)) + "\n").encode()
         deadline.finish()
         while reply:

@@ -275,11 +275,12 @@ class RankGroup(Group):
     """`size` persistent workers on this host, joined over gloo or NCCL. It can be used in place of a `Worker`.
 
     The workers join through a store of this process, on loopback and a port that the system chooses. With nccl, rank r has the
-    r-th GPU. `serves` is the module:function that answers questions on each rank. ValueError for a size below 1 or an unknown
-    backend.
+    r-th GPU. `serves` and `sequential` are as for a Worker. ValueError for a size below 1 or an unknown backend.
     """
 
-    def __init__(self, size: int, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
+    def __init__(
+        self, size: int, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE, sequential: bool = False
+    ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         words = [environment(backend, rank, size, rank, one_host=True) for rank in range(size)]
@@ -287,7 +288,7 @@ class RankGroup(Group):
             port = int(listening.getsockname()[1])
             descriptor = listening.detach()
         self._store: Store | None = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-        seats = [Worker(deadline_s, environment=variables, serves=serves) for variables in words]
+        seats = [Worker(deadline_s, environment=variables, serves=serves, sequential=sequential) for variables in words]
         super().__init__(seats, Meeting("127.0.0.1", port, "ranks"), backend, deadline_s)
 
     def close(self) -> None:

@@ -80,7 +80,9 @@ class TorchrunGroup(Group):
     torchrun ends a job, this process ends its worker first. ValueError on any rank but 0.
     """
 
-    def __init__(self, launch: Launch, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
+    def __init__(
+        self, launch: Launch, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE, sequential: bool = False
+    ) -> None:
         if launch.rank:
             raise ValueError(f"rank 0 leads, the others follow; this is rank {launch.rank}")
         self.code = UNDECIDED  # until the leader knows better
@@ -89,7 +91,8 @@ class TorchrunGroup(Group):
         self._store = launch.store()
         self._remotes = [_Remote(self._store, rank) for rank in range(1, launch.size)]
         self._pulse = _Pulse(self._store, 0)
-        seats: list[Seat] = [Worker(deadline_s, environment=words, serves=serves), *self._remotes]
+        own = Worker(deadline_s, environment=words, serves=serves, sequential=sequential)
+        seats: list[Seat] = [own, *self._remotes]
         super().__init__(seats, Meeting(launch.host, launch.port, launch.prefix), backend, deadline_s)
 
     def close(self) -> None:
@@ -106,7 +109,7 @@ class TorchrunGroup(Group):
         self._pulse.stop()
 
 
-def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> int:
+def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE, sequential: bool = False) -> int:
     """Answer the leader's questions with the worker of this rank until the leader dismisses it.
 
     Returns the exit code: that of the leader, or 3 if the leader or the store is gone. So torchrun reports the same on every host.
@@ -117,7 +120,7 @@ def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> i
         store = launch.store()
         pulse = _Pulse(store, launch.rank)
         try:
-            with Worker(environment=words, serves=serves) as worker:
+            with Worker(environment=words, serves=serves, sequential=sequential) as worker:
                 code = _serve(worker, store, launch.rank)
         finally:
             pulse.stop()

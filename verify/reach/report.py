@@ -82,7 +82,7 @@ def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, w
         return []
     never_ran = _never_ran(reach, omits)
     lines = [line for gap in never_ran for line in _wrapped("never ran      ", gap.replace(" that never ran:", ":", 1), width)]
-    lines += _wrapped("looked at      at most ", looked_at(reach), width)
+    lines += _wrapped("looked at      up to ", looked_at(reach), width)
     constant = [f"{name} always {_words(values)}" for name, values in _parameters(reach) if _is_constant(values)]
     if parameters:
         for function, values_of in reach.functions.items():
@@ -96,7 +96,7 @@ def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True, w
     if constant:
         gaps = [*gaps, f"never varied: {', '.join(constant)}"]
     if "sequence" in reach.sizes:
-        gaps = [*gaps, f"never longer than {reach.sizes['sequence']} tokens"]
+        gaps = [*gaps, f"sequences of more than {reach.sizes['sequence']} tokens"]
     lines += _wrapped("not looked at  ", "; ".join(gaps), width)
     for name, reason in omits.items():
         lines += _wrapped("left out       ", f"{name}: {reason}{_contradiction(reach, name)}", width)

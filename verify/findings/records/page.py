@@ -70,12 +70,11 @@ def _check(number: int, record: Record) -> dict[str, Any]:
     """What the template shows of a check."""
     reports, end = record.reports, record.end
     key = {report.law: f"check{number}-law{place}" for place, report in enumerate(reports)}
-    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     return {
         "key": f"check{number}",
         "record": record,
         "facts": _facts(record),
-        "counts": {verdict: count for verdict, count in counts.items() if count},
+        "verdicts": text.laws_that_hold(reports, len(record.head.laws)),
         "laws": [_law(key, report) for report in reports],
         "plot": plot(reports),
         "regimes": [line.strip().partition(": ") for line in end.regimes] if end else [],
