@@ -275,7 +275,7 @@ class AdapterBench(Calling):
         *,
         frozen: Collection[str] = (),
         others: Sequence[tuple[Inputs, Cotangents]] = (),
-        directions: Sequence[Results] = (),
+        directions: Results | None = None,
     ) -> Results:
         """Call the adapter in another way than `run` (verify/bench/ways.py).
 
