@@ -971,6 +971,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "knows a launch by its numbers": (repeats.Repeat, "_digest", _by_numbers),
     "keeps a launch that sees an address": (memory.Memory, "by_address", property(lambda self: False, lambda self, value: None)),
     "forgets the branches of a launch": (branches, "ran", lambda numbers: None),
+    "counts no bytes of a launch": (repeats.Kept, "bytes", property(lambda self: 0)),
     "counts lines from the top of a kernel": (launch, "_put_in_file", lambda tree, lines: ast.fix_missing_locations(tree)),
 }
 

@@ -161,8 +161,8 @@ class Law:
 
     `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers
     the widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it
-    shows little on one head. A law with `few` shows in almost any case what it shows: a check
-    gives it a quarter of the cases of other laws, or `few` if that is more.
+    shows little on one head. A law with `few` shows in almost any case what it shows: a check gives it a quarter of the cases of
+    other laws, or `few` if that is more.
     """
 
     name: str

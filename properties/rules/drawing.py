@@ -102,8 +102,7 @@ def exact_limits(domain: Domain) -> list[Case]:
 
     These are the crowd of `crowd`; a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535; and
     one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it may have indices
-    that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, 32,769 tokens take 2
-    s.
+    that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many take 2 s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}

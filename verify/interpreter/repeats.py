@@ -20,7 +20,7 @@ from verify.interpreter import branches, patches
 from verify.interpreter.grid import Function
 from verify.interpreter.memory import Memory, Span, bytes_of, span_of
 
-MOST_BYTES = 2**22  # of the memories of a launch that is kept; larger ones are rare, and take long to read
+MOST_BYTES = 2**22  # of the memories of a launch that is kept, because larger ones take long to read
 KEPT_BYTES = 2**26  # of what all kept launches wrote
 NUMBERS = bool | int | float | str | None | tl.dtype | torch.dtype
 
