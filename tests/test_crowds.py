@@ -7,12 +7,12 @@ import pytest
 
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, MANY_SEQUENCES, crowd, limits
+from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, crowd, limits
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import MEAN
-from properties.words.sizes import CROWD, MOST, places, sized
+from properties.words.sizes import CROWD, MANY_SEQUENCES, MOST, places, sized
 from verify.adapters import loader
 from verify.engine.drawing import of_law
 from verify.process.messages import RunOne

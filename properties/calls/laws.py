@@ -33,6 +33,7 @@ from properties.laws.law import (
 )
 from properties.words.domain import VIEWS
 from properties.words.example import Example
+from properties.words.sizes import MANY_SEQUENCES
 
 
 def _finite(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -91,6 +92,15 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
         if axes[0] in "BN":
             rows = _others(example, axes)
             yield Pair(name, "of the other sequences", got[rows], bounds[name].at(rows))
+
+
+def _crowd(domain: CallDomain) -> list[Example]:
+    """Return many packed sequences of one and two tokens, without a backward. One behind the 256th is called alone too."""
+    if not (domain.packed and domain.batched):
+        return []
+    sizes = tuple(min(place % 2 + 1, domain.longest) for place in range(MANY_SEQUENCES))
+    cases = call_cases(domain, packed=True, backward=False).map(lambda case: dataclasses.replace(case, lengths=sizes))
+    return [dataclasses.replace(example, at=257) for example in firm_examples(domain, examples_of(cases))]
 
 
 def _both(bench: Bench, inputs: Inputs, changed: Inputs, cotangents: Cotangents) -> dict[str, Bound]:
@@ -170,6 +180,7 @@ CALL_LAWS: dict[str, Law] = {
             _promised(packed=True, batched=True),
             place=_some,
             lacks=common_laws.has_words(packed="yes"),
+            always=_crowd,
         ),
         Law(
             "future",

@@ -40,6 +40,7 @@ from properties.words.options import text_of_values, values_of
 
 Cases = Callable[..., st.SearchStrategy[Any]]
 Check = Callable[[Any, Example], Iterator[Pair]]
+FAR_PADDED = 262  # tokens of a row whose padding ends behind token 256
 ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that a kernel may need
 
 
@@ -155,6 +156,21 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     for name, got in once.items():
         yield Pair(name, "with left padding", tokens(name, got), bounds[name])
         yield Pair(name, "with other left padding", tokens(name, twice[name]), tokens(name, got))
+
+
+def far_padding(domain: Any, cases: Callable[..., st.SearchStrategy[Any]]) -> list[Example]:
+    """Return an example in bf16 whose padding ends at an odd place behind token 256, where bf16 has no odd numbers.
+
+    `cases(domain, **fixed)` draws a book's cases. There is none without bf16, or if sequences are shorter.
+    """
+    if "bf16" not in domain.dtypes or (domain.longest or FAR_PADDED) < FAR_PADDED:
+        return []
+    drawn = cases(domain, packed=False, sequences=(2, 2), dtype="bf16", state="none", longest=8)
+    (example,) = firm_examples(domain, examples_of(drawn)) or (None,)
+    if example is None:
+        return []
+    padded = (dataclasses.replace(example.case, lengths=(FAR_PADDED,) * 2, seed=seed) for seed in range(2**16))
+    return [Example(next(case for case in padded if any(pad > 256 and pad % 2 for pad in case.pads())))]
 
 
 def memory(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -109,7 +109,7 @@ class Bench(Protocol):
         *,
         frozen: Collection[str] = (),
         others: Sequence[tuple[Inputs, Cotangents]] = (),
-        directions: Results | None = None,
+        directions: Sequence[Results] = (),
     ) -> Results:
         """Return the results of a call in a way that models call kernels in, such as under checkpointing.
 

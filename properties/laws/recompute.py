@@ -45,6 +45,7 @@ VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
 SHARE, SHARE_OF_HALVES = 0.02, 0.5  # of the largest row, that a derivative along a direction may be off by; a lost part is more
 FLOOR = 1e-6  # the same as a part of the largest row of what is differentiated
+UNSEEN = 1e-3  # the same as a part of the largest row along any direction, which may be along another input
 Words = Callable[[Any, str | None], str | None]
 
 
@@ -62,7 +63,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
       input is the only one that does.
-    - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error.
+    - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error. In float32 each input
+      has a direction of its own.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
 
     The bits of the first six are those of the plain call. A forward without gradients may round differently, so the outputs of
@@ -150,15 +152,15 @@ def separations(names: Sequence[str]) -> Iterator[list[str]]:
 def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
     directions = _directions(case, inputs)
     bounds = bench.bounds(inputs, cotangents)
-    got = bench.under("second", inputs, cotangents, directions=directions)
+    got = bench.under("second", inputs, cotangents, directions=[*directions.values()])
     first = {name: value for name, value in got.items() if name in bounds}
     yield from pairs_of(first, bounds, "with create_graph=True")
     if not any(name.startswith("second ") for name in got):
         return  # refused
-    wanted = _along(bench, inputs, cotangents, directions, bounds)
-    for name in directions:
-        gradient = gradient_name(name)
-        yield Pair(gradient, "differentiated again", got[f"second {gradient}"], wanted[gradient])
+    for number, (along, wanted) in enumerate(_along(bench, case, inputs, cotangents, directions, bounds).items()):
+        for name in present(case.spec, inputs):
+            gradient = gradient_name(name)
+            yield Pair(gradient, f"differentiated again {along}", got[f"second {number} {gradient}"], wanted[gradient])
 
 
 def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
@@ -170,46 +172,67 @@ def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents)
         outputs, gradients = found
         results = {**outputs, **dict(zip(map(gradient_name, names), gradients, strict=True))}
         yield from pairs_of(results, bounds, "of torch.func.vjp")
-    if (found := bench.transformed("jvp", inputs, names, directions, None)) is not None:
-        outputs, tangents = found
+    jvps = {along: bench.transformed("jvp", inputs, names, direction, None) for along, direction in directions.items()}
+    for along, wanted in _along(bench, case, inputs, None, directions, bounds).items() if all(jvps.values()) else ():
+        outputs, tangents = jvps[along] or ({}, ())
         yield from pairs_of(outputs, bounds, "of torch.func.jvp")
-        wanted = _along(bench, inputs, None, directions, bounds)
-        yield from pairs_of(dict(zip(outputs, tangents, strict=True)), wanted, "along a direction")
+        yield from pairs_of(dict(zip(outputs, tangents, strict=True)), wanted, along)
     if (found := bench.transformed("vmap", inputs, names, {name: other[name] for name in names}, None)) is not None:
         outputs, others = found
         yield from pairs_of(outputs, bounds, "of torch.func.vmap")
         yield from pairs_of(dict(zip(outputs, others, strict=True)), bench.bounds(other, None), "of vmap's second call")
 
 
-def _directions(case: Any, inputs: Inputs) -> Results:
-    """Return a direction of each input, in proportion to its numbers, so that decays stay below 1."""
+def _directions(case: Any, inputs: Inputs) -> dict[str, Results]:
+    """Return directions of the inputs, in proportion to their numbers, so that decays stay below 1, each with what it is.
+
+    In float32 every direction is that of one input, so that a part that is left out of the derivative along it is all there is.
+    In 16 bits all inputs have one direction: along one of them, rounding could be more than the derivative.
+    """
     chance = torch.Generator().manual_seed(case.seed)
     names = present(case.spec, inputs)
     parts = {name: torch.rand(inputs[name].shape, generator=chance, device="cpu") * 2 - 1 for name in names}
-    return {name: (inputs[name] * part.to(inputs[name].device)).to(inputs[name].dtype) for name, part in parts.items()}
+    every = {name: (inputs[name] * part.to(inputs[name].device)).to(inputs[name].dtype) for name, part in parts.items()}
+    if case.dtype != "fp32":
+        return {"along a direction": every}
+    return {
+        f"along a direction of {own}": {name: x if name == own else torch.zeros_like(x) for name, x in every.items()}
+        for own in names
+    }
 
 
-def _along(bench: Bench, inputs: Inputs, cotangents: Cotangents, directions: Results, bounds: dict[str, Bound]) -> dict[str, Bound]:
-    """Return the derivatives of results along the directions, by differences of the float64 reference.
+def _along(
+    bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents, directions: dict[str, Results], bounds: dict[str, Bound]
+) -> dict[str, dict[str, Bound]]:
+    """Return the derivatives of results along each direction, by differences of the float64 reference.
 
     For gradients these are also the gradients of the product of all gradients with the directions, because second derivatives are
     symmetric.
     """
     turned = cotangents and {name: x.double() for name, x in cotangents.items()}
 
-    def at(step: float) -> Results:
-        moved = {name: inputs[name].double() + step * x.double() for name, x in directions.items()}
-        return bench.truth(inputs.replaced(**moved), turned)
+    def derivative(direction: Results) -> Results:
+        before, after = (
+            bench.truth(
+                inputs.replaced(**{name: inputs[name].double() + step * x.double() for name, x in direction.items()}), turned
+            )
+            for step in (-STEP, STEP)
+        )
+        return {name: (after[name] - before[name]) / (2 * STEP) for name in before.keys() & bounds.keys()}
 
-    before, after, found = at(-STEP), at(STEP), dict[str, Bound]()
-    for name in before.keys() & bounds.keys():
-        value, allowed = (after[name] - before[name]) / (2 * STEP), bounds[name].allowed
-        share = SHARE if inputs[next(iter(directions))].dtype == torch.float32 else SHARE_OF_HALVES
-        limit = share * _largest(value, allowed) + FLOOR * _largest(bounds[name].value, allowed)
-        origin = f"{share:g} of the largest row of the derivative"
+    values = {along: derivative(direction) for along, direction in directions.items()}
+    first = next(iter(values.values()))
+    share = SHARE if case.dtype == "fp32" else SHARE_OF_HALVES
+    largest = {name: max(_largest(found[name], bounds[name].allowed) for found in values.values()) for name in first}
+
+    def limited(name: str, value: Tensor) -> Bound:
+        allowed = bounds[name].allowed
+        limit = share * _largest(value, allowed) + UNSEEN * largest[name] + FLOOR * _largest(bounds[name].value, allowed)
         limits = torch.full_like(allowed, limit + torch.finfo(torch.float32).tiny)
-        found[name] = Bound(value, limits.where(allowed < ANY, ANY), origin)  # not of states that a packed call does not return
-    return found
+        # not of states that a packed call does not return
+        return Bound(value, limits.where(allowed < ANY, ANY), f"{share:g} of the largest row of the derivative")
+
+    return {along: {name: limited(name, value) for name, value in found.items()} for along, found in values.items()}
 
 
 def _largest(x: Tensor, rows: Tensor) -> float:
@@ -236,7 +259,8 @@ def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, a
         return calm(case, variant) if variant in ("second", "transforms") else None
 
     def draw(domain: Any) -> st.SearchStrategy[Example]:
-        drawn = cases(domain).filter(lambda case: case.backward and case.tokens > 0)  # each variant may come once
+        # Each variant may come once, so it comes with a sequence in which an order of tokens shows.
+        drawn = cases(domain).filter(lambda case: case.backward and max(case.lengths) > (domain.longest != 1))
         return all_variants(drawn, lambda case: [variant for variant in VARIANTS if lacks(case, variant) is None])
 
     def precise(domain: Any) -> list[Example]:

@@ -151,6 +151,7 @@ def _padded(domain: LayerDomain) -> st.SearchStrategy[Example]:
 def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
     """Return short cases whose derivatives are well above rounding."""
     words: dict[str, Any] = {"values": "ordinary", "gate": "long", "state": "random", "conv_bias": True}
+    words["groups"] = ((2, 2), (2, 4), (1, 2)) if domain.grouped_heads else ((2, 2), (3, 3))
     return layer_cases(domain, longest=12, total=16, sequences=(1, 2), **words)
 
 
@@ -207,6 +208,7 @@ LAYER_LAWS: dict[str, Law] = {
             common_laws.first_of(_promises("attention_mask"), _promises("batched")),
             lacks=_padded_lacks,
             outside=_beside_states,
+            always=lambda domain: common_laws.far_padding(domain, layer_cases),
         ),
         Law(
             "cache",

@@ -30,7 +30,7 @@ from properties.words.domain import (
 from properties.words.lengths import MEAN, lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MOST_TOKENS, at_limits, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -39,7 +39,7 @@ WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 MANY_CHANNELS, MANY_HEADS = 4097, 513  # of a convolution, and of gates and norms
-MANY_SEQUENCES, ODD_STARTS = 1100, (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
+ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
 UNEVEN = (515, 4099)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
@@ -199,7 +199,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """
     if not at_limits(domain):
         return []
-    every, narrow = words_of(domain.operation), min(_widths(domain, ROWS))
+    every, narrow = words_of(domain.operation), min(widths_of(domain, ROWS))
     words: dict[str, Any] = {name: values[0] for name, values in domain.rare_words.items()}
     words |= {
         "width": narrow,
@@ -275,7 +275,7 @@ def module_cases(
         sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)
     values: dict[str, Any] = {}
     for name, choices in (
-        ("width", _widths(domain, sum(sizes) * heads)),
+        ("width", widths_of(domain, sum(sizes) * heads)),
         ("conv_width", domain.conv_widths),
         ("activation", domain.activations),
         ("bias", (False, True) if domain.bias else (False,)),
@@ -292,7 +292,7 @@ def module_cases(
         if name in words:
             values[name] = field(name, choices)
     if "out_width" in words:
-        values["out_width"] = field("out_width", _widths(domain, max(values["width"], sum(sizes))))
+        values["out_width"] = field("out_width", widths_of(domain, max(values["width"], sum(sizes))))
     if "state_columns" in words and domain.state_columns == "W-1":
         values |= {"state_columns": "W-1", "oldest": True}  # there is no column that no output reads
         if chance.random() < 1 / 4:
@@ -345,7 +345,7 @@ def _near(
     return (chance.choice(choices),) * len(sizes)
 
 
-def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
+def widths_of(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
     """Return the widths that the domain allows; wide ones only if there are few rows."""
     (least, most), step = domain.widths, domain.width_step
     wide = 2**14 // max(rows, 1)

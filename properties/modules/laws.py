@@ -17,9 +17,10 @@ from properties.laws.law import Bench, Law, Pair, either, examples_of
 from properties.laws.recompute import recompute_law
 from properties.modules import checks as module_checks
 from properties.modules.case import MODULES, ModuleCase, words_of
-from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain, limits, module_cases
+from properties.modules.domain import CONV, GATES, HEADS, NORMS, ModuleDomain, limits, module_cases, widths_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
+from properties.words.lengths import over_one
 
 EXACT_WIDTH = 8  # a sum of up to 8 products of whole numbers up to 4 is exact in eight bits
 CALM = ("ordinary", "repeated")  # regimes without numbers near underflow
@@ -227,6 +228,8 @@ def _calm(domain: ModuleDomain) -> st.SearchStrategy[ModuleCase]:
         "weight": True,
         "dt_bias": True,
         "state": "random" if domain.initial_state else "none",
+        "heads": over_one(HEADS),
+        "width": over_one(widths_of(domain, 24)),
     }
     return _small(domain, longest=20, total=24, sequences=(1, 2), values="ordinary", **given)
 
@@ -386,6 +389,7 @@ MODULE_LAWS: dict[str, Law] = {
             CONV,
             common_laws.first_of(common_laws.require(attention_mask=True, batched=True), common_laws.two_tokens),
             _padded_lacks,
+            always=lambda domain: common_laws.far_padding(domain, _small),
         ),
         _law(
             "tokens",

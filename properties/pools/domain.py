@@ -13,12 +13,12 @@ from properties.laws.promises import PROMISES
 from properties.pools.case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.rules.case import BETAS
 from properties.rules.domain import Domain
-from properties.rules.drawing import HEADS, MANY_SEQUENCES, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
+from properties.rules.drawing import HEADS, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
 from properties.words.domain import INDICES, OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import at_limits
+from properties.words.sizes import MANY_SEQUENCES, at_limits
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")

@@ -26,6 +26,7 @@ from properties.words.sizes import (
     LENGTHS,
     LONG_PAIR,
     MANY_HEADS,
+    MANY_SEQUENCES,
     MANY_STEPS,
     MANY_TOKENS,
     MANY_TOKENS_OF_CHUNKS,
@@ -40,7 +41,7 @@ UNEVEN = (129, 200, 193)  # in place of a drawn width of over 128 in one case of
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
-MANY_SEQUENCES, MANY = 1100, 257  # sequences, and heads, just over usual limits
+MANY = 257  # heads, just over usual limits
 MANY_ROWS, MANY_OF_A_KEY = 257, 257  # sequences of a batch, and value heads of a key head: just over 8 bits
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full

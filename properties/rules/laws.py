@@ -45,6 +45,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, limits, values_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
+from properties.words.lengths import over_one
 from properties.words.sizes import with_drawing
 
 
@@ -180,14 +181,20 @@ def _strided(domain: Domain) -> st.SearchStrategy[Example]:
 
 def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     """Return short and narrow cases, because a history has several calls."""
-    narrow = {"key_dim": keys_of(domain, 64), "value_dim": values_of(domain, 64)}
+    narrow = {"key_dim": over_one(keys_of(domain, 64)), "value_dim": over_one(values_of(domain, 64))}
     narrow = narrow if not domain.equal_widths else {}
     return _small(domain, **{"longest": 34, "total": 60, "value_heads": 2, **narrow, **more})
 
 
 def _calm(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
-    calm = {"values": "ordinary", "gate": REMEMBERING, "beta": "ordinary", "state": "random" if domain.initial_state else "none"}
+    calm: dict[str, Any] = {
+        "values": "ordinary",
+        "gate": REMEMBERING,
+        "beta": "ordinary",
+        "state": "random" if domain.initial_state else "none",
+    }
+    calm["groups"] = tuple(pair for pair in _many(domain) if pair[1] <= 2)
     return _brief(domain, **{"longest": 20, "total": 24, "sequences": (1, 2), **calm, **more})
 
 

@@ -40,6 +40,11 @@ def narrow(allowed: tuple[int, ...], wide: int) -> tuple[int, ...]:
     return tuple(width for width in allowed if width <= wide) or (min(allowed),)
 
 
+def over_one(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes without 1, along which no order and no stride shows, or all if there is no other."""
+    return tuple(size for size in sizes if size > 1) or sizes
+
+
 def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
     """Return the widths that a domain allows, at most `wide` unless all are larger."""
     allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]

@@ -31,6 +31,7 @@ MANY_TOKENS = 8195  # just over 8,191, the last index with 13 bits, and over 128
 MANY_TOKENS_OF_CHUNKS = 16_450  # just over 256 chunks of 64; token by token, so many would take 6 s
 MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
 MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
+MANY_SEQUENCES = 1100  # packed, just over 1,024
 MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there

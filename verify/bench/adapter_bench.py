@@ -275,7 +275,7 @@ class AdapterBench(Calling):
         *,
         frozen: Collection[str] = (),
         others: Sequence[tuple[Inputs, Cotangents]] = (),
-        directions: Results | None = None,
+        directions: Sequence[Results] = (),
     ) -> Results:
         """Call the adapter in another way than `run` (verify/bench/ways.py).
 

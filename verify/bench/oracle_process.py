@@ -111,13 +111,7 @@ class Beside:
             data = bytearray(header["bytes"])
             if header["number"] > number or self._from.readinto(data) < len(data):
                 raise EOFError
-            numbers = torch.frombuffer(data, dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
-            parts = iter(numbers.split([math.prod(shape) for _, _, _, *shapes in header["bounds"] for shape in shapes]))
-            bounds = {}
-            for name, origin, clear, *shapes in header["bounds"]:
-                value, allowed = (next(parts).view(shape) for shape in shapes)
-                bounds[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name), clear=clear)
-            return bounds
+            return decoded(header, data, lambda name: functools.partial(_finer, here, name))
         except Exception:  # the process is gone, or what it wrote is no answer
             self.end()
             return {}
@@ -140,15 +134,10 @@ def _finer(make: Callable[[], Bounds], name: str, over: Tensor | None = None) ->
 
 
 def _live(requests: int, answers: int) -> NoReturn:
-    """Run the process. It keeps none of its parent's files open but two pipes, and ends when the parent is gone."""
+    """Run the process, which ends when the parent is gone."""
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would start a thread for a GPU
-        for standard, descriptor in enumerate((requests, answers, os.open(os.devnull, os.O_WRONLY))):
-            os.dup2(descriptor, standard)  # a request for stacks to the process group must give those of the rank alone
-        for descriptor in map(int, os.listdir("/dev/fd")):
-            if descriptor > 2:
-                with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
-                    os.close(descriptor)
+        keep_open(requests, answers)
         questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
         def read() -> None:
@@ -173,12 +162,39 @@ def _reply(number: int, case: str, *rest: Any) -> tuple[dict[str, Any], bytearra
         bounds = Work(ParallelCase.parse(case), *rest).bounds()
     except Exception:
         bounds = {}
+    header, data = encoded(bounds)
+    return {"number": number, **header}, data
+
+
+def keep_open(requests: int, answers: int) -> None:
+    """Make two pipes the standard input and output of a process that was forked, and close every other file of its parent."""
+    for standard, descriptor in enumerate((requests, answers, os.open(os.devnull, os.O_WRONLY))):
+        os.dup2(descriptor, standard)  # a request for stacks to the process group must give those of the parent alone
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+                os.close(descriptor)
+
+
+def encoded(bounds: Mapping[str, Bound]) -> tuple[dict[str, Any], bytearray]:
+    """What describes some bounds, in plain data, and their float64 numbers."""
     tensors = [x.flatten() for entry in bounds.values() for x in (entry.value, entry.allowed)]
     data = bytearray(8 * sum(map(len, tensors)))
     if data:
         torch.cat(tensors, out=torch.frombuffer(data, dtype=torch.float64))
     descriptions = [(name, entry.origin, entry.clear, entry.value.shape, entry.allowed.shape) for name, entry in bounds.items()]
-    return {"number": number, "bytes": len(data), "bounds": descriptions}, data
+    return {"bytes": len(data), "bounds": descriptions}, data
+
+
+def decoded(header: Mapping[str, Any], data: bytearray, finer: Callable[[str], Any] = lambda _: None) -> Bounds:
+    """The bounds that `encoded` described. `finer(name)` is the `finer` of a bound."""
+    numbers = torch.frombuffer(data, dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
+    parts = iter(numbers.split([math.prod(shape) for _, _, _, *shapes in header["bounds"] for shape in shapes]))
+    bounds = {}
+    for name, origin, clear, *shapes in header["bounds"]:
+        value, allowed = (next(parts).view(shape) for shape in shapes)
+        bounds[name] = Bound(value, allowed, origin, finer(name), clear=clear)
+    return bounds
 
 
 _BESIDE: list[Beside] = []

@@ -28,8 +28,8 @@ class Plain:
     Each of `others` runs the forward of another call, and returns the function that runs its backward and returns its results.
     """
 
-    def __init__(self, others: Sequence[Callable[[], Backward]] = (), directions: Results | None = None) -> None:
-        self.others, self.directions, self.more = others, directions or {}, dict[str, Tensor]()
+    def __init__(self, others: Sequence[Callable[[], Backward]] = (), directions: Sequence[Results] = ()) -> None:
+        self.others, self.directions, self.more = others, directions, dict[str, Tensor]()
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         """What the implementation returns."""
@@ -158,7 +158,7 @@ class Cleared(Plain):
 
 
 class Second(Plain):
-    """Gradients with create_graph=True. `more` has the gradients of their product with `directions`, by the name "second dq".
+    """Gradients with create_graph=True. `more` has the gradients of their products with `directions`, by names as "second 0 dq".
 
     If any error is raised, `more` stays empty. A gradient without a graph is taken for a constant, as torch takes it.
     """
@@ -169,17 +169,16 @@ class Second(Plain):
             # Cotangents without a gradient would hide once_differentiable: torch then leaves its error out.
             turned = [x.detach().clone().requires_grad_() for x in cotangents]
             first = torch.autograd.grad(outputs, inputs, turned, allow_unused=True, create_graph=True)
-            products = [
-                (gradient.double() * self.directions[name].double()).sum()
-                for name, gradient in zip(leaves, first, strict=True)
-                if gradient is not None and gradient.requires_grad
-            ]
-            if products:
-                torch.autograd.backward(products)  # torch.autograd.grad leaves out once_differentiable's error too
+            graphs = {name: x for name, x in zip(leaves, first, strict=True) if x is not None and x.requires_grad}
+            for number, direction in enumerate(self.directions if graphs else ()):
+                products = [(x.double() * direction[name].double()).sum() for name, x in graphs.items()]
+                torch.autograd.backward(products, retain_graph=True)  # torch.autograd.grad leaves once_differentiable's error out
+                for name, leaf in leaves.items():
+                    self.more[f"second {number} {gradient_name(name)}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    leaf.grad = None
         except Exception:  # whatever is raised, second derivatives are refused
+            self.more.clear()
             return super().gradients(outputs, leaves, cotangents) if first is None else first
-        for name, leaf in leaves.items():
-            self.more[f"second {gradient_name(name)}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         return first
 
 

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from oracles.operation import Inputs
+from oracles.tolerance.bound import Bound
 from properties.books import book_of
 from properties.calls.case import CallCase
+from properties.laws.law import Cotangents
 from properties.layers.case import LayerCase
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain
@@ -18,6 +21,7 @@ from properties.words.domain import frozen
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
 from verify.adapters.pooled import called_with
+from verify.bench import afresh
 from verify.bench.adapter_bench import AdapterBench, Ready
 from verify.bench.call_bench import CallBench
 from verify.bench.compiling import Compiling
@@ -91,6 +95,8 @@ def _executed(
     def tried(ready: Ready | None, *, patient: bool) -> Outcome:
         bench = kind(adapter, counterpart, case, run.products, run.device)
         bench.ready = ready
+        if isinstance(bench, CallBench) and law.of_process:
+            bench.spec = run.adapter
         if norm:
             bench.norm = norm_in(norm)
         else:
@@ -132,6 +138,18 @@ def _bring(spec: str) -> None:
     assert isinstance(adapter, Adapter)
     with contextlib.suppress(Exception):  # an error here comes up again in the call
         adapter.bring()
+
+
+def prepare(run: Run) -> None:
+    """Fork the process that makes no calls, before the first call of this one, if the run is one of calls."""
+    if isinstance(run.example.case, CallCase):
+        afresh.start(_bring, _bounds_of)
+
+
+def _bounds_of(spec: str, case: Any, inputs: Inputs, cotangents: Cotangents) -> dict[str, Bound]:
+    adapter = adapter_of(spec)
+    assert isinstance(adapter, Adapter)
+    return CallBench(adapter, None, case).bounds(inputs, cotangents)
 
 
 def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:

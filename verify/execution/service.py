@@ -21,7 +21,7 @@ from verify.adapters.registry import AdapterError
 from verify.bench import oracle_process
 from verify.execution import calls, launches, reproduction, twins, watched
 from verify.execution.cost import cost_of
-from verify.execution.execute import compiled, execute
+from verify.execution.execute import compiled, execute, prepare
 from verify.execution.judging import adapter_of, denying, following, loaded
 from verify.execution.line import Run
 from verify.execution.paths import work_of
@@ -196,6 +196,8 @@ def _run_many(asked: RunMany) -> Outcomes:
     _begin(runs)
     outcomes: list[Outcome] = []
     excused, left_out = asked.excused or [{}] * len(runs), asked.left_out or [()] * len(runs)
+    for run in runs[:1]:
+        prepare(run)
     for run, ready, times, pairs in zip(runs, together(runs), excused, left_out, strict=True):
         with autotune.leaving_out(pairs), keeping_launches():
             outcomes.append(execute(run, ready, times))
@@ -208,9 +210,10 @@ def _run_many(asked: RunMany) -> Outcomes:
 def _run_one(asked: RunOne) -> Outcome:
     if asked.line.startswith(watched.WORD):
         return watched.judged(watched.WatchedLine.parse(asked.line))
-    start = _cpu_s()
+    run, start = Run.parse(asked.line), _cpu_s()
+    prepare(run)
     with autotune.leaving_out(asked.left_out), keeping_launches():
-        outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared)
+        outcome = execute(run, excused=asked.excused, declared=asked.declared)
     outcome.cpu_s = _cpu_s() - start
     devices.tidy()
     return outcome
