@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from properties.laws.promises import check_promises
 from properties.layers.case import EPS, VALUES, LayerCase
 from properties.modules.case import MAX_CONV_WIDTH
-from properties.paths.case import GATES, MOST_WIDTH
+from properties.paths.case import LAYER_GATES, MOST_WIDTH
 from properties.rules.case import check_gradients, overflows
 from properties.rules.drawing import HEADS
 from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
@@ -198,7 +198,7 @@ def layer_cases(
         conv_width=field("conv_width", domain.conv_widths),
         conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
         dtype=field("dtype", domain.dtypes),
-        gate=field("gate", GATES),
+        gate=field("gate", LAYER_GATES),
         values=field("values", tuple(choice for choice in VALUES if choice != "one_signed")),
         cached=cached,
         state=field("state", ("none", "none", "zero", "random", "random")) if cached else "none",

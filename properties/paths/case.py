@@ -30,7 +30,8 @@ from properties.words.word import Word, like
 LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
 LAYER_LAYOUTS = ("zigzag", "contiguous")
 PADDINGS = ("none", "least", "more")
-GATES = ("long", "ordinary", "mixed")
+LAYER_GATES = ("long", "ordinary", "mixed")
+GATES = (*LAYER_GATES, "strong")
 VALUES = ("ordinary", "scaled", "small")
 # Published changes of Megatron-LM's layer, each as a choice that must not change the result; the first value is the older form.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -42,8 +43,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 MAX_RANKS, MAX_WIDTH = 1024, 8192
 MOST_WIDTH = 1024  # of heads, K and V
 
-# A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
-_CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
+# A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long), 1.6 (ordinary) or
+# 0.06 (strong).
+_CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0), "strong": (2.0, 2.0)}
 _STREAMS = (
     *("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias"),
     *("decay_proj", "gate_proj", "gate_bias", "channel_bias", "gradients"),
@@ -211,7 +213,8 @@ class ParallelCase(Line):
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             dtype=self.dtype,
-            gate={"long": "1000", "ordinary": "10", "mixed": "mixed"}[self.gate],
+            gate={"long": "1000", "ordinary": "10", "mixed": "mixed", "strong": "tenth"}[self.gate],
+            beta="two" if self.allow_neg_eigval else "ordinary",
             values=self.values,
             qk_norm=self.qk_norm == "in_kernel",
             qk_norm_eps=self.qk_norm_eps,
@@ -242,9 +245,8 @@ class ParallelCase(Line):
         if self.values == "scaled":  # by 2^-4..2^3, for each token
             powers = torch.tensor([2.0**power for power in range(-4, 4)], device=device, dtype=hidden.dtype)
             hidden = hidden * powers[self._integers("scale", self.batch, 3, device) + 4].unsqueeze(-1)
-        centres = torch.tensor([_CENTRES["long"], _CENTRES["ordinary"]], device=device)
-        of_head = torch.arange(layer.value_heads, device=device) % 2 if self.gate == "mixed" else self.gate == "ordinary"
-        a_log, dt_bias = centres[torch.as_tensor(of_head, device=device).long()].expand(layer.value_heads, 2).unbind(-1)
+        centres = torch.tensor([_CENTRES[name] for name in (("long", "ordinary") if self.gate == "mixed" else (self.gate,))])
+        a_log, dt_bias = centres.to(device)[torch.arange(layer.value_heads, device=device) % len(centres)].unbind(-1)
         inputs = Inputs(
             layer=layer,
             hidden=hidden,

@@ -85,6 +85,8 @@ class PathDomain(AnyDomain):
     conv_widths: Annotated[tuple[int, ...], some_of("conv_width")] = (4, 2, 3)
     conv_bias: Annotated[bool, flag("conv_bias")] = True
     negative_eigenvalues: Annotated[bool, flag("allow_neg_eigval")] = True
+    strong_decays: Annotated[bool, flag("gate", value="strong")] = True
+    """Whether a token may decay the state by e^-3 to e^-60."""
     choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
     """The values of each choice of the path, by name."""
     slow: tuple[str, ...] = ()
@@ -120,8 +122,8 @@ class PathDomain(AnyDomain):
     """Whether results that TP ranks hold together are the same on each of them, to the bit."""
     backward: Annotated[bool, flag("backward")] = True
     refills: bool = True
-    keeps_outputs: bool = True
     """Whether a caller may put other offsets into a `cu_seqlens` that an earlier call had."""
+    keeps_outputs: bool = True
     computes: bool = True
     """Whether what is not an exchange can be called."""
     least_piece: int = 0
@@ -404,7 +406,12 @@ def _drawn(
         "final_state": (False, True) if domain.final_state else (False,),
     }  # drawn last, as other words came before them
     words = {name: field(name, choices) for name, choices in rare.items() if choices != (getattr(case, name),)}
-    return dataclasses.replace(case, **words) if domain.operation in RULES else case
+    case = dataclasses.replace(case, **words) if domain.operation in RULES else case
+    if case.in_kernel in ("beta", "both") and domain.negative_eigenvalues:
+        case = dataclasses.replace(case, allow_neg_eigval=field("allow_neg_eigval", (False, True)))
+    if domain.strong_decays and "gate" not in fixed and chance.random() < 1 / 6:
+        case = dataclasses.replace(case, gate="strong")
+    return case
 
 
 def _with_norm(chance: random.Random, domain: PathDomain, case: ParallelCase, fixed: dict[str, Any]) -> ParallelCase:

@@ -317,7 +317,7 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
 
     The first has steps of the numbers of rows in ROWS, up to the number of slots that the domain has. In each step of a prompt,
     rows of new requests come first, and rows of requests that go on come last. Its decodes have padding rows in front, up to
-    CROWDED rows.
+    CROWDED rows, and so have its drafts, which have two and three tokens where the domain has that.
     """
     cases = []
     for count, paddings in ((min(CROWDED, domain.most_slots), (CROWDED, 0)), (BEHIND, (PADDED + BEHIND,))):
@@ -333,9 +333,15 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
         traces = []
         for most in paddings:
             padding = [PADDING] * max(0, most - count)  # requests stand behind the padding
-            tokens = {"d": [*padding, *names[::-1]], "v": [*padding, *(f"{name}1" for name in names)]}
-            steps = [f"{kind}{'2' * (kind == 'v')}:{','.join(tokens[kind])}" for kind in kinds]
-            traces += ["/".join([*prompts, *steps])] if kinds or not padding else []
+            equal, ragged = (
+                (f"{name}1" for name in names),
+                (f"{name}{1 + place % 2}:{3 - place % 2}" for place, name in enumerate(names)),
+            )
+            drafts = [f"v:{','.join([*(f'{one}:2' for one in padding), *ragged])}"] * (domain.ragged and domain.most_drafts > 2)
+            drafts.append(f"v2:{','.join([*padding, *equal])}")
+            for draft in drafts:
+                steps = [{"d": f"d:{','.join([*padding, *names[::-1]])}", "v": draft}[kind] for kind in kinds]
+                traces += ["/".join([*prompts, *steps])] if kinds or not padding else []
         cases += fixed_cases(domain, traces, slots=count, free="nan")
     return cases
 
@@ -428,7 +434,7 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 def repeats(domain: TraceDomain) -> list[TraceCase]:
     """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
 
-    A transfer goes to 11 ranks.
+    A transfer goes to 11 ranks, or to two that share one of the 11 key heads.
     """
     token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
@@ -437,7 +443,8 @@ def repeats(domain: TraceDomain) -> list[TraceCase]:
     moves = [step for way in ways for step in (way, token, way, token)]
     traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *branch], moves) if some]
     heads = MANY_RANKS if "transfer" in domain.events else 1
-    return fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=heads)
+    value_heads = 2 * heads if "transfer" in domain.events and domain.grouped_heads else heads
+    return fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=value_heads)
 
 
 def _token(domain: TraceDomain, names: Sequence[str]) -> str:
@@ -448,11 +455,12 @@ def _token(domain: TraceDomain, names: Sequence[str]) -> str:
 def _groups(domain: TraceDomain) -> tuple[tuple[int, int], ...]:
     """Return the numbers of heads and of value heads that are drawn.
 
-    A transfer shows a wrong order only if a rank has several value heads, or if there are more than two ranks.
+    A transfer shows a wrong order only if a rank has several value heads, or if there are more than two ranks. With three key
+    heads and six value heads two ranks have a key head in common.
     """
     groups = ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2))
     if "transfer" in domain.events:
-        groups = (*groups, *((1, 1), (1, 1), (2, 4) if domain.grouped_heads else (2, 2), (3, 3)))
+        groups = (*groups, *(((3, 6), (1, 1), (2, 4), (3, 3)) if domain.grouped_heads else ((1, 1), (1, 1), (2, 2), (3, 3))))
     return groups
 
 
