@@ -37,6 +37,9 @@ class PathBench(Protocol):
         `case`, without it those of the bench's case. Inputs in `frozen` require no gradient. `choices` replace those of the case.
         """
 
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> bool:
+        """Run a call in which collective number `at` of an axis and all after it raise on every rank. Return whether one did."""
+
     def in_flight(self, cases: Sequence[ParallelCase], backwards: Sequence[int]) -> list[Results]:
         """Run the forwards of all cases, then the backwards of the cases with these numbers, and return the results of these."""
 

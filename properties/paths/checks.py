@@ -307,6 +307,7 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     - `in_flight`: LATER calls with other numbers and settings between forward and backward, of which the last but one is the call
       itself again. The backward of the last call comes first, and then those of the call.
     - `refused`: a layout that the domain promises to refuse, before.
+    - `failed`: two calls in which a collective raises on every rank, before: one of the first FAILING, and the first one.
     - `alone`: every rank runs the whole call by itself, before.
     """
     case: ParallelCase = example.case
@@ -324,6 +325,10 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
         if not bench.domain.refuses:
             raise Blind("the domain has refuses=False")
         bench.refusal(illegal_of(case)[case.seed % len(illegal_of(case))])
+    elif example.variant == "failed":
+        failed = [bench.fail(inputs, cotangents, at) for at in (case.seed % FAILING, 0)]
+        if not any(failed):
+            raise Blind("no collective failed")
     elif example.variant == "alone":
         bench.run(inputs, cotangents, alone=True)
     elif example.variant == "others":
@@ -352,12 +357,14 @@ def _other_kinds(domain: PathDomain, case: ParallelCase) -> list[tuple[str, Para
     return found
 
 
+FAILING = 5
 _AFTER = {
     "others": "after a call with other numbers",
     "refill": "after the call's tensors were filled again",
     "freed": "in memory that an earlier call's tensors had",
     "gradients": "of a call with gradients, after one under no_grad",
     "refused": "after a layout that the path refuses",
+    "failed": "after calls in which a collective failed",
     "alone": "after a call on one rank",
 }
 

@@ -16,7 +16,7 @@ from properties.words.example import Example
 WAYS = ("heads", "tokens")
 ILLEGAL = tuple(JUDGED)
 NUMBERS = ("finite", "nan", "inf")
-HISTORIES = ("others", "refill", "freed", "gradients", "in_flight", "refused", "alone")
+HISTORIES = ("others", "refill", "freed", "gradients", "in_flight", "refused", "failed", "alone")
 
 
 def _paths(
@@ -149,7 +149,7 @@ def _histories(domain: PathDomain) -> st.SearchStrategy[Example]:
 def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
     if variant in ("gradients", "in_flight") and not case.backward:
         return "backward=yes"
-    if variant == "alone" and case_ranks(case) == 1:
+    if variant in ("alone", "failed") and case_ranks(case) == 1:
         return "more than one rank"
     if variant == "refused" and (case.operation != "gdn_layer" or not illegal_of(case)):
         return "op=gdn_layer with packed=yes or more than one rank"

@@ -109,6 +109,14 @@ class RankBench(WatchedBench):
             place = Place(Alone(), Alone())
         return self._results(self._prepared(case, place, inputs, cotangents, frozen=frozen))
 
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> bool:
+        axis = self.place.cp if self.place.cp.size > 1 else self.place.tp
+        # A device has its backward in a thread of torch's, where an error of ours would end the process.
+        call = self._prepared(self.case, self.place, inputs, cotangents if self.device == "cpu" else None)
+        with axis.failing(at) as failed, contextlib.suppress(Exception):  # any error is right, and so is an answer by other means
+            self._results(call)
+        return bool(failed)
+
     def in_flight(self, cases: Sequence[ParallelCase], backwards: Sequence[int]) -> list[Results]:
         calls = [self._prepared(case, self.place, case.inputs(), case.cotangents()) for case in cases]
         copies = [Copies(call.leaves) for call in calls]

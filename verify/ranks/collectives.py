@@ -16,10 +16,11 @@ collectives in the order in which autograd reaches them, which is the same on ra
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,10 @@ from oracles.sharding import Mesh, Rank
 from verify.process.stacks import Mark, mark_module
 
 T = TypeVar("T")
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective that was made to fail on every rank, before anything was sent."""
 
 
 class Mismatch(Exception):
@@ -65,6 +70,20 @@ class Comm(abc.ABC):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.traffic = rank, size, Traffic()
+        self._left: int | None = None  # collectives until one fails
+
+    @contextlib.contextmanager
+    def failing(self, at: int) -> Iterator[list[int]]:
+        """Let collective number `at` inside fail, and all after it. Yields a list that is empty until one has failed.
+
+        Every rank must enter this with the same number, so that all of them fail together.
+        """
+        self._left, failed = at, list[int]()
+        try:
+            yield failed
+        finally:
+            failed += [at] * (self._left < 0)
+            self._left = None
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return self._run("all_to_all", x, self._blocks(x) * (self.size - 1))
@@ -93,6 +112,10 @@ class Comm(abc.ABC):
         x = x.detach()
         if self.size == 1:
             return x.clone()
+        if self._left is not None:
+            self._left -= self._left >= 0
+            if self._left < 0:
+                raise CollectiveFailed(f"{kind} failed")
         self.traffic.calls[kind] += 1
         self.traffic.sent_bytes[kind] += sent_bytes
         return self._collective(kind, x)
