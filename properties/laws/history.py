@@ -7,6 +7,7 @@ is one kind of history, so a line repeats it in any process.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from properties.words.example import Example
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
 HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
-LATER = 5  # calls after the first one: an implementation may keep what four calls of a shape need
+LATER = 9  # calls after the first one: an implementation may keep what eight calls of a shape need
 # Words of a case that a call has beside its tensors, which differ between calls that are in flight at the same time. On a GPU these
 # are words for which no kernel is compiled.
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
@@ -120,15 +121,27 @@ def _others_inside(case: Any, domain: Any, places: Sequence[int], changes: Seque
                     yield tuple(lengths)
 
 
-def later_cases(case: Any, domain: Any, device: str) -> list[Any]:
-    """Return LATER cases of the same shapes, each with other numbers and other settings, as far as these are inside the domain.
+def later_cases(case: Any, domain: Any, device: str, count: int = LATER) -> list[Any]:
+    """Return `count` cases of the same shapes, with other numbers, packings and settings, as far as these are inside the domain.
 
     On a GPU, words for which kernels would be compiled stay.
     """
-    return [
-        _with_settings(dataclasses.replace(rotated(case, domain), seed=case.seed ^ number), case, domain, device, number)
-        for number in range(1, LATER + 1)
-    ]
+    other, found = rotated(case, domain), list[Any]()
+    for number, lengths in zip(range(1, count + 1), itertools.cycle(_packings(other, domain, count)), strict=False):
+        one = dataclasses.replace(other, lengths=lengths, seed=case.seed ^ number)
+        found.append(_with_settings(one, case, domain, device, number))
+    return found
+
+
+def _packings(case: Any, domain: Any, count: int) -> list[tuple[int, ...]]:
+    """Return up to `count` ways to have the case's tokens in as many sequences, beginning with its own."""
+    found = [case.lengths]
+    if case.packed and len(case.lengths) > 1:
+        places = range(1, len(case.lengths))
+        steps = range(1, max(case.lengths) + 1)
+        others = (one for step in steps for one in _others_inside(case, domain, places, (step, -step)))
+        found += itertools.islice((one for one in others if one != case.lengths), count - 1)
+    return [*dict.fromkeys(found)]
 
 
 def _with_settings(other: Any, case: Any, domain: Any, device: str, number: int) -> Any:

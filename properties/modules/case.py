@@ -37,7 +37,7 @@ SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligib
 # 64 fits into fp16, but the sum of squares over many channels does not.
 LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0, "residual": 64.0}
 GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**7}  # factors of x: sums over tokens and channels still fit
-MAX_WIDTH, MAX_CONV_WIDTH = 8192, 64
+MAX_WIDTH, MAX_CONV_WIDTH = 16_384, 64
 
 CONV, GATE = ("causal_conv1d",), ("gdn_gate", "kda_gate")
 # Other streams than those of Case and ParallelCase.

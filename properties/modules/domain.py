@@ -38,7 +38,7 @@ CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
-MANY_CHANNELS, MANY_HEADS = 4097, 513  # of a convolution, and of gates and norms
+MANY_CHANNELS, MANY_HEADS = 12_289, 513  # of a convolution: just over those of released models; of gates and norms
 ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
 UNEVEN = (515, 4099)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
 ONE_SIGNED = 10  # one case in so many has values of one sign
@@ -193,7 +193,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
     convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
-    packed sequences with states, four whose first and last length are the mean of all, and over 4,096 channels, or as many as
+    packed sequences with states, four whose first and last length are the mean of all, and over 12,288 channels, or as many as
     it takes. Gates and norms have over 512 heads, and over 512 and over 4,096 channels in numbers that are no multiples of 4.
     There are none if the check draws no long cases, or if kernels are compiled.
     """
@@ -236,7 +236,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
 
 def _many_channels(domain: ModuleDomain) -> int:
-    """Return the least width of over 4,096 that the domain allows, or its largest."""
+    """Return the least width of over 12,288 that the domain allows, or its largest."""
     allowed = [width for width in range(1, MAX_WIDTH + 1) if domain.has_width(width)]
     return next((width for width in allowed if width >= MANY_CHANNELS), max(allowed))
 

@@ -21,7 +21,7 @@ from oracles.operation import Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import ORIGIN, Bound
-from properties.laws.history import LATER, later_cases, other_kinds, rotated
+from properties.laws.history import later_cases, other_kinds, rotated
 from properties.laws.law import Blind, Breach, Cotangents, Pair, Results, present, with_others
 from properties.laws.recompute import LAST_BUT_ONE, separations
 from properties.paths.bench import PathBench
@@ -316,7 +316,7 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     if example.variant == "in_flight":
         if bench.domain.steps:
             raise Blind("the domain has steps=True")
-        later = later_cases(case, bench.domain, bench.device)
+        later = later_cases(case, bench.domain, bench.device, LATER)
         _, one, again = bench.in_flight([case, *later[:-2], case, later[-1]], (LATER, 0, LATER - 1))
         yield from _judged(bench, one, bounds, "with other calls between forward and backward")
         yield from _judged(bench, again, bounds, LAST_BUT_ONE)
@@ -357,7 +357,8 @@ def _other_kinds(domain: PathDomain, case: ParallelCase) -> list[tuple[str, Para
     return found
 
 
-FAILING = 5
+LATER = 5  # calls between forward and backward
+FAILING = 5  # the first collectives, of which one fails
 _AFTER = {
     "others": "after a call with other numbers",
     "refill": "after the call's tensors were filled again",
