@@ -142,11 +142,13 @@ def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None
 
 def test_traces_at_limits_follow_the_domain() -> None:
     domain = sized(TraceDomain(), None, MOST["quick"])
-    (crowd, padded), (repeat,), (long,) = crowds(domain), repeats(domain), long_requests(domain)
+    (crowd, padded), (repeat, transfer), (long,) = crowds(domain), repeats(domain), long_requests(domain)
     assert rows_of(crowd) == (CROWDED, CROWDED)
     assert rows_of(padded) == (PADDED + BEHIND, BEHIND)
     assert [step.kind for step in repeat.plan if step.request == "a"] == ["w", "w", "t", "t"]
     assert repeat.heads == repeat.value_heads == MANY_RANKS
+    assert (transfer.heads, transfer.value_heads) == (3, 6)
+    assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
     again, short, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])

@@ -138,7 +138,7 @@ def test_a_second_derivative_with_a_part_left_out_is_found_and_an_error_is_right
     outcome = outcome_of("second", f"{HERE}:{name}", RULE)
     assert outcome.verdict is verdict, outcome
     if verdict is Verdict.BROKEN:
-        assert "dv differentiated again" in {finding.output for finding in outcome.findings}
+        assert "dv differentiated again along a direction of v" in {finding.output for finding in outcome.findings}
 
 
 class NeedsAllGradients(wrong_recompute.ConvOneFunction):
@@ -184,7 +184,7 @@ class WrongTangents(Chunkwise):
 
 def test_a_wrong_tangent_is_found() -> None:
     outcome = outcome_of("transforms", f"{HERE}:WrongTangents", RULE)
-    assert {finding.output for finding in outcome.findings} == {"o along a direction", "final_state along a direction"}
+    assert {finding.output for finding in outcome.findings} == {"o along a direction of v", "final_state along a direction of v"}
 
 
 def test_states_that_a_packed_call_does_not_return_have_no_derivative() -> None:

@@ -434,7 +434,7 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 def repeats(domain: TraceDomain) -> list[TraceCase]:
     """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
 
-    A transfer goes to 11 ranks, or to two that share one of the 11 key heads.
+    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads.
     """
     token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
@@ -443,8 +443,10 @@ def repeats(domain: TraceDomain) -> list[TraceCase]:
     moves = [step for way in ways for step in (way, token, way, token)]
     traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *branch], moves) if some]
     heads = MANY_RANKS if "transfer" in domain.events else 1
-    value_heads = 2 * heads if "transfer" in domain.events and domain.grouped_heads else heads
-    return fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=value_heads)
+    cases = fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=heads)
+    if "transfer" in domain.events and domain.grouped_heads:
+        cases += fixed_cases(domain, [f"p:a5,b3/t:a/{token}"], heads=3, value_heads=6)
+    return cases
 
 
 def _token(domain: TraceDomain, names: Sequence[str]) -> str:
