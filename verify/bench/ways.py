@@ -170,9 +170,9 @@ class Second(Plain):
             turned = [x.detach().clone().requires_grad_() for x in cotangents]
             first = torch.autograd.grad(outputs, inputs, turned, allow_unused=True, create_graph=True)
             graphs = {name: x for name, x in zip(leaves, first, strict=True) if x is not None and x.requires_grad}
-            for number, direction in enumerate(self.directions if graphs else ()):
-                products = [(x.double() * direction[name].double()).sum() for name, x in graphs.items()]
-                torch.autograd.backward(products, retain_graph=True)  # torch.autograd.grad leaves once_differentiable's error out
+            for number, direction in enumerate(self.directions):
+                if products := [(x.double() * direction[name].double()).sum() for name, x in graphs.items()]:
+                    torch.autograd.backward(products, retain_graph=True)  # torch.autograd.grad hides once_differentiable's error
                 for name, leaf in leaves.items():
                     self.more[f"second {number} {gradient_name(name)}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     leaf.grad = None

@@ -233,7 +233,7 @@ class FrozenQueriesTakeTheGate(Chunkwise, letter="F"):
     frozen = False
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        self.frozen = torch.is_grad_enabled() and not x.q.requires_grad
+        self.frozen = x.g.requires_grad and not x.q.requires_grad
         return super().run(x)
 
     def decays(self, total: Tensor) -> Tensor:
