@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NoReturn
 
@@ -90,7 +91,9 @@ def _live(requests: int, answers: int, bring: Bring, ask: Ask) -> NoReturn:
     """Run the process, which ends when its parent is gone."""
     try:
         keep_open(requests, answers)
-        with open(0, "rb") as questions, open(1, "wb") as replies:
+        with open(0, "rb") as questions, open(os.dup(1), "wb") as replies:
+            os.dup2(2, 1)  # what an implementation prints is no answer
+            sys.stdout = sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - until this process ends
             for line in questions:
                 question = json.loads(line)
                 data = _read(questions, question["bytes"])

@@ -1,0 +1,96 @@
+"""Callables that weigh tokens by their place, right or with a table that an earlier call spoilt: tests/test_afresh.py says where.
+
+Calls that come later in the same process are all wrong in the same way, so only a call in a fresh process shows it.
+"""
+
+import os
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify import Adapter, CallDomain
+
+
+class WeighsPlaces(Adapter):
+    """Right: each token times the cosine of its place in its sequence, in float32."""
+
+    domain = CallDomain(inputs={"x": "B T D", "cu_seqlens": "offsets"}, outputs={"y": "B T D"}, sizes={"D": (8,)})
+
+    def run(self, x: Inputs) -> Tensor:
+        lengths = [x.x.shape[1]] * len(x.x) if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
+        y = x.x.flatten(0, 1).float() * torch.cat(self.weights(lengths, x.x)).float().unsqueeze(-1)
+        return y.to(x.x.dtype).reshape(x.x.shape)
+
+    def weights(self, lengths: list[int], like: Tensor) -> list[Tensor]:
+        """The weights of each sequence's tokens."""
+        return [self.table(length, like) for length in lengths]
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        """The weights [tokens] of the tokens of a sequence."""
+        return (torch.arange(tokens) / 9).cos()
+
+
+class TableOfTheFirstDtype(WeighsPlaces):
+    """The table is kept in the dtype of the first call."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept.append(super().table(self.domain.longest, like).to(like.dtype))
+        return self.kept[0][:tokens]
+
+
+class PlanOfABucket(WeighsPlaces):
+    """Lengths up to the same power of two have one plan. It ends where the first call ended, and weighs later tokens by 0."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        size = 1 << (tokens - 1).bit_length()
+        if size not in self.kept:
+            self.kept[size] = torch.cat([super().table(tokens, like), torch.zeros(size - tokens)])
+        return self.kept[size][:tokens]
+
+
+class FilledTooLate(WeighsPlaces):
+    """A table is in the cache before it has its numbers, so that it stays zeros if a call fails in between."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        if tokens not in self.kept:
+            self.kept[tokens] = torch.zeros(tokens)
+            self.kept[tokens].copy_(super().table(tokens, like))
+        return self.kept[tokens]
+
+
+class FailsInAChild(WeighsPlaces):
+    """Right in this process, and an error, an end or a hang in another one."""
+
+    here: ClassVar[int] = os.getpid()
+    way: ClassVar[str] = "raise"
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        if os.getpid() != self.here and tokens == 3:
+            if self.way == "raise":
+                raise ValueError("no table of three places")
+            os._exit(7)
+        return super().table(tokens, like)
+
+
+class EndsInAChild(FailsInAChild):
+    """The same, which ends the process."""
+
+    way = "exit"
+
+
+class Talks(WeighsPlaces):
+    """Right, and prints what it does."""
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        print(f"a table of {tokens} places", flush=True)
+        os.write(1, b"written past Python\n")
+        return super().table(tokens, like)
