@@ -207,7 +207,7 @@ class RuleOnRanks(PathAdapter):
             dt_bias = 0 if x.dt_bias is None else self._everywhere(x.dt_bias, place)
             whole["g"] = -self._everywhere(x.A_log, place).exp() * torch.nn.functional.softplus(whole["a"].float() + dt_bias)
         if beta:
-            whole["beta"] = torch.sigmoid(whole["b"].float())
+            whole["beta"] = torch.sigmoid(whole["b"].float()) * (2.0 if x.allow_neg_eigval else 1.0)
         states = {} if x.state is None else {"state": self._initial(x, place)}
         o, final = Chunkwise().run(Inputs(**{**x, **whole, **states}))
         own = o.chunk(cp.size, 1)[cp.rank] if o.shape[1] else o

@@ -95,10 +95,10 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _crowd(domain: CallDomain) -> list[Example]:
-    """Return many packed sequences of one and two tokens, without a backward. One behind the 256th is called alone too."""
+    """Return many packed sequences of one to three tokens, without a backward. One behind the 256th is called alone too."""
     if not (domain.packed and domain.batched):
         return []
-    sizes = tuple(min(place % 2 + 1, domain.longest) for place in range(MANY_SEQUENCES))
+    sizes = tuple(min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES))
     cases = call_cases(domain, packed=True, backward=False).map(lambda case: dataclasses.replace(case, lengths=sizes))
     return [dataclasses.replace(example, at=257) for example in firm_examples(domain, examples_of(cases))]
 

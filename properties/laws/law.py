@@ -66,6 +66,7 @@ class Bench(Protocol):
 
     domain: Any
     algorithm: str
+    products: str
     device: str
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:

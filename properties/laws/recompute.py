@@ -64,7 +64,7 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
       input is the only one that does.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error. In float32 each input
-      has a direction of its own.
+      has a direction of its own, unless products are in TF32.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
 
     The bits of the first six are those of the plain call. A forward without gradients may round differently, so the outputs of
@@ -150,7 +150,7 @@ def separations(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
-    directions = _directions(case, inputs)
+    directions = _directions(bench, case, inputs)
     bounds = bench.bounds(inputs, cotangents)
     got = bench.under("second", inputs, cotangents, directions=[*directions.values()])
     first = {name: value for name, value in got.items() if name in bounds}
@@ -164,7 +164,7 @@ def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> 
 
 
 def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
-    names, directions = present(case.spec, inputs), _directions(case, inputs)
+    names, directions = present(case.spec, inputs), _directions(bench, case, inputs)
     other, _ = bench.call(with_others(case, bench.domain))
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.run(inputs, cotangents), bounds, "of a plain call")
@@ -183,17 +183,18 @@ def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents)
         yield from pairs_of(dict(zip(outputs, others, strict=True)), bench.bounds(other, None), "of vmap's second call")
 
 
-def _directions(case: Any, inputs: Inputs) -> dict[str, Results]:
+def _directions(bench: Bench, case: Any, inputs: Inputs) -> dict[str, Results]:
     """Return directions of the inputs, in proportion to their numbers, so that decays stay below 1, each with what it is.
 
     In float32 every direction is that of one input, so that a part that is left out of the derivative along it is all there is.
-    In 16 bits all inputs have one direction: along one of them, rounding could be more than the derivative.
+    In 16 bits, and with products in TF32, all inputs have one direction: along one of them, rounding could be more than
+    the derivative.
     """
     chance = torch.Generator().manual_seed(case.seed)
     names = present(case.spec, inputs)
     parts = {name: torch.rand(inputs[name].shape, generator=chance, device="cpu") * 2 - 1 for name in names}
     every = {name: (inputs[name] * part.to(inputs[name].device)).to(inputs[name].dtype) for name, part in parts.items()}
-    if case.dtype != "fp32":
+    if not _precise(bench, case):
         return {"along a direction": every}
     return {
         f"along a direction of {own}": {name: x if name == own else torch.zeros_like(x) for name, x in every.items()}
@@ -222,7 +223,7 @@ def _along(
 
     values = {along: derivative(direction) for along, direction in directions.items()}
     first = next(iter(values.values()))
-    share = SHARE if case.dtype == "fp32" else SHARE_OF_HALVES
+    share = SHARE if _precise(bench, case) else SHARE_OF_HALVES
     largest = {name: max(_largest(found[name], bounds[name].allowed) for found in values.values()) for name in first}
 
     def limited(name: str, value: Tensor) -> Bound:
@@ -233,6 +234,10 @@ def _along(
         return Bound(value, limits.where(allowed < ANY, ANY), f"{share:g} of the largest row of the derivative")
 
     return {along: {name: limited(name, value) for name, value in found.items()} for along, found in values.items()}
+
+
+def _precise(bench: Bench, case: Any) -> bool:
+    return case.dtype == "fp32" and bench.products != "tf32"
 
 
 def _largest(x: Tensor, rows: Tensor) -> float:
@@ -267,7 +272,9 @@ def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, a
         if "fp32" not in domain.dtypes or not domain.backward:
             return []
         drawn = cases(domain).filter(lambda case: case.dtype == "fp32" and case.tokens > 1 and lacks(case, "second") is None)
-        return firm_examples(domain, examples_of(drawn, None, ("second",)))
+        moved = drawn.filter(lambda case: case.packed and len(case.lengths) > 1 and max(case.lengths) > 4)
+        crowded = firm_examples(domain, examples_of(moved, None, ("between",))) if domain.packed else []
+        return [*firm_examples(domain, examples_of(drawn, None, ("second",))), *crowded]
 
     return Law(
         "recompute",

@@ -307,7 +307,7 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     - `in_flight`: LATER calls with other numbers and settings between forward and backward, of which the last but one is the call
       itself again. The backward of the last call comes first, and then those of the call.
     - `refused`: a layout that the domain promises to refuse, before.
-    - `failed`: two calls in which a collective raises on every rank, before: one of the first FAILING, and the first one.
+    - `failed`: two calls in which a collective raises on every rank, before: the first one, and one of the first FAILING.
     - `alone`: every rank runs the whole call by itself, before.
     """
     case: ParallelCase = example.case
@@ -326,7 +326,7 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
             raise Blind("the domain has refuses=False")
         bench.refusal(illegal_of(case)[case.seed % len(illegal_of(case))])
     elif example.variant == "failed":
-        failed = [bench.fail(inputs, cotangents, at) for at in (case.seed % FAILING, 0)]
+        failed = [bench.fail(inputs, cotangents, at) for at in (0, case.seed % FAILING)]
         if not any(failed):
             raise Blind("no collective failed")
     elif example.variant == "alone":
