@@ -42,7 +42,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
     wrong.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
     wrong.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
-    wrong.ChannelsOf12Bits: ("oracle", ("width=4097",)),
+    wrong.ChannelsOf12Bits: ("oracle", ("width=12289",)),
     wrong.OffsetsOf12Bits: ("oracle", ("lengths=4098+5+6+61500",)),
     wrong.LayerHeadsUpTo64: ("oracle", ("heads=257 value_heads=257",)),
     wrong.BatchesOf8Bits: ("oracle", ("lengths=1+1+1+1+1",)),

@@ -359,8 +359,14 @@ def _lacks(case: Any, variant: str | None) -> str | None:
     return "backward=yes" if variant == "gradients" and not case.backward else None
 
 
-def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any], bool] = lambda domain: domain.packed) -> Law:
-    """Return the law for a book whose cases `cases(domain, **fixed)` draws. `packs` says whether a domain has packed cases."""
+def history_law(
+    cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any], bool] = lambda domain: domain.packed, anew: int = 0
+) -> Law:
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws. `packs` says whether a domain has packed cases.
+
+    `anew` is a number of tokens that no other case has. A call of so many fails before one has succeeded, so what an implementation
+    makes for the first call of a size, such as a table, is made while operations fail. 0 stands for no such case.
+    """
 
     def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
         drawn = cases(domain, packed=True, sequences=(CROWDED, CROWDED + 2), **more)
@@ -380,7 +386,15 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any]
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
-        return [*found, *again, *firm_examples(domain, *others)]
+        return [*found, *again, *firm_examples(domain, *others), *first(domain)]
+
+    def first(domain: Any) -> list[Example]:
+        size = min(anew, domain.longest) // domain.length_step * domain.length_step
+        if not size:
+            return []
+        lengths = (size,) * (-(-anew // size) if packs(domain) else 1)
+        drawn = cases(domain, packed=packs(domain)).map(lambda case: dataclasses.replace(case, lengths=lengths))
+        return firm_examples(domain, examples_of(drawn, None, ("failed",)))
 
     return Law(
         "history",

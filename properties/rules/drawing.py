@@ -42,7 +42,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY = 257  # heads, just over usual limits
-MANY_ROWS, MANY_OF_A_KEY = 257, 257  # sequences of a batch, and value heads of a key head: just over 8 bits
+MANY_ROWS, MANY_OF_A_KEY = 513, 257  # sequences of a batch, just over 9 bits, and value heads of a key head, just over 8
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences

@@ -23,6 +23,7 @@ SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another plac
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
 MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
+OVER_A_PAGE = 40  # keys and values: in float32 one head and up to three have over 4 KiB, and no multiple of 4 KiB
 _LONG = (63, 64, 65, 66, 128, 130)
 VALUE_WIDTHS = (8, 8, 16, 4, 12)  # the widths of values that are drawn, as far as a domain has them
 _TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
@@ -434,7 +435,8 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 def repeats(domain: TraceDomain) -> list[TraceCase]:
     """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
 
-    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads.
+    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads. There the
+    state of a rank has over 4 KiB and does not end with a page.
     """
     token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
@@ -445,7 +447,11 @@ def repeats(domain: TraceDomain) -> list[TraceCase]:
     heads = MANY_RANKS if "transfer" in domain.events else 1
     cases = fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=heads)
     if "transfer" in domain.events and domain.grouped_heads:
-        cases += fixed_cases(domain, [f"p:a5,b3/t:a/{token}"], heads=3, value_heads=6)
+        wide = {
+            name: next((width for width in range(OVER_A_PAGE, MOST_WIDTH + 1) if has(width)), OVER_A_PAGE)
+            for name, has in (("key_dim", domain.has_key), ("value_dim", domain.has_value))
+        }
+        cases += fixed_cases(domain, [f"p:a5,b3/t:a/{token}"], heads=3, value_heads=6, **wide)
     return cases
 
 
