@@ -11,10 +11,12 @@ import torch
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
+from properties.books import book_of
 from properties.calls.case import CallCase
 from properties.laws.law import Cotangents
 from properties.words.example import Example
 from tests import wrong_afresh as wrong
+from tests.drawn import domain_in_a_check, in_a_check
 from tests.processes import SOON_S, gone
 from tests.right_calls import PackedConvolution
 from verify.bench.afresh import Afresh
@@ -53,6 +55,26 @@ def test_what_the_first_call_spoilt_shows_beside_a_fresh_process_only(kind: type
     assert {execute(run).verdict for run in runs} == {Verdict.HOLDS}, "without the process"
     right = [run_of(name, *words) for name in ("Talks", "WeighsPlaces") for words in SHOWN_BY[kind]]
     assert {ask(run, worker, Store(tmp_path)).verdict for run in right} == {Verdict.HOLDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "text"),
+    [("FilledTooLateByBucket", "history", "lengths=150+150+150+150"), ("SequencesOf8Bits", "packed", "lengths=1+2+3+1+2+3")],
+)
+@pytest.mark.slow_after_first
+def test_a_fixed_case_shows_it_and_the_right_form_holds(
+    kind: str, law: str, text: str, worker: Worker, tmp_path: pathlib.Path
+) -> None:
+    """A call of a size that no other case has fails, and over 1,024 sequences have lengths that differ."""
+    domain = domain_in_a_check(f"{HERE}:{kind}")
+    examples = list(book_of(domain).laws[law].always(domain))
+    verdicts = [ask(Run(law, f"{HERE}:{kind}", example), worker, Store(tmp_path)).verdict for example in examples]
+    showing = [str(example.case) for example, verdict in zip(examples, verdicts, strict=True) if verdict is Verdict.BROKEN]
+    assert [text in case for case in showing] == [True]
+    right = [ask(Run(law, f"{HERE}:WeighsPlaces", example), worker, Store(tmp_path)).verdict for example in examples]
+    assert {*right} == {Verdict.HOLDS}
+    drawn = [example for seed in range(2) for example in in_a_check(law, domain, seed) if example not in examples]
+    assert Verdict.BROKEN not in [execute(Run(law, f"{HERE}:{kind}", example)).verdict for example in drawn]
 
 
 # The process itself

@@ -67,6 +67,27 @@ class FilledTooLate(WeighsPlaces):
         return self.kept[tokens]
 
 
+class FilledTooLateByBucket(WeighsPlaces):
+    """The same of tables that calls of up to the same power of two tokens share."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def weights(self, lengths: list[int], like: Tensor) -> list[Tensor]:
+        size = 1 << max(sum(lengths) - 1, 0).bit_length()
+        if size not in self.kept:
+            self.kept[size] = torch.zeros(size)
+            self.kept[size].copy_(self.table(size, like))
+        return [self.kept[size][:length] for length in lengths]
+
+
+class SequencesOf8Bits(WeighsPlaces):
+    """The number of a sequence is a byte, so sequence 256 has the weights of the first one."""
+
+    def weights(self, lengths: list[int], like: Tensor) -> list[Tensor]:
+        found = super().weights(lengths, like)
+        return [torch.cat([found[n % 256], found[n] * 0])[: lengths[n]] for n in range(len(found))]
+
+
 class FailsInAChild(WeighsPlaces):
     """Right in this process, and an error, an end or a hang in another one."""
 

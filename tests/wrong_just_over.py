@@ -11,11 +11,12 @@ from oracles.operation import Inputs
 from properties.paths.domain import PathDomain
 from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
+from tests.wrong_options import SumNorm
 from verify.adapters.base import PathAdapter
 from verify.adapters.gdn.pool import Progress
 from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise, Layered, Serving
-from verify.zoo.modules import Conv, Gate, GatedNorm, L2Norm, NormGateLinear
+from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 from verify.zoo.wrong_gates import Stepwise
 from verify.zoo.wrong_traces import Serves
 
@@ -55,8 +56,16 @@ class RatiosOf6Bits(Chunkwise):
 class BatchesUpTo128(Chunkwise):
     """Rows of a batch from the 129th on begin from the states of the first ones."""
 
+    most: ClassVar[int] = 128
+
     def initial(self, x: Inputs, row: int) -> Tensor:
-        return super().initial(x, row % 128 if x.cu_seqlens is None else row)
+        return super().initial(x, row % self.most if x.cu_seqlens is None else row)
+
+
+class BatchesOf9Bits(BatchesUpTo128):
+    """Rows of a batch from the 513th on begin from the states of the first ones."""
+
+    most = 512
 
 
 class SecondLongOfABatch(Chunkwise):
@@ -333,6 +342,17 @@ class RanksByName(Serves):
         return super().joined([ranks[number] for number in sorted(range(len(ranks)), key=str)])
 
 
+class TransfersOfWholePages(Serves):
+    """Of a rank's state of over 4 KiB only whole pages of 4 KiB arrive."""
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        pages = 2**12 // ranks[0][0].element_size()
+        arrived = [torch.arange(heads.numel()) < max(heads.numel() // pages, 1) * pages for heads, _ in ranks]
+        return super().joined(
+            [(heads * read.view(heads.shape), parts) for (heads, parts), read in zip(ranks, arrived, strict=True)]
+        )
+
+
 class MaskOf32Rows(Serves):
     """Which rows begin is a mask of 32 bits: row 32 of the rows with requests reads the bit of row 0, and so on."""
 
@@ -450,6 +470,31 @@ class ChannelsOf12Bits(Conv):
 
     def taps(self, x: Inputs) -> Tensor:
         return super().taps(x)[torch.arange(len(x.weight)) % 2**12]
+
+
+class ChannelsUpTo12288(Conv):
+    """Channels of a convolution from 12,288 on stay without weights."""
+
+    def taps(self, x: Inputs) -> Tensor:
+        return super().taps(x) * (torch.arange(len(x.weight)) < 12_288).unsqueeze(-1)
+
+
+class BiasUpTo16384(KdaGate):
+    """dt_bias is read as one block of 16,384 numbers, and what lies behind it as zeros."""
+
+    def raw(self, x: Inputs) -> Tensor:
+        read = torch.arange(x.a.shape[-2:].numel()).reshape(x.a.shape[-2:]) < 2**14
+        return super().raw(x if x.dt_bias is None else x.replaced(dt_bias=x.dt_bias * read))
+
+
+class SumsUpTo512(SumNorm):
+    """The sum that is returned has no gradient over 512 channels."""
+
+    def run(self, x: Inputs) -> Any:
+        answer = super().run(x)
+        if not x.get("returns_sum") or x.x.shape[-1] <= 512:
+            return answer
+        return answer[0], answer[1].detach() + 0 * answer[1]
 
 
 class OffsetsOf12Bits(Conv):
