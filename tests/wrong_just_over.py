@@ -56,16 +56,16 @@ class RatiosOf6Bits(Chunkwise):
 class BatchesUpTo128(Chunkwise):
     """Rows of a batch from the 129th on begin from the states of the first ones."""
 
-    most: ClassVar[int] = 128
+    _most: ClassVar[int] = 128
 
     def initial(self, x: Inputs, row: int) -> Tensor:
-        return super().initial(x, row % self.most if x.cu_seqlens is None else row)
+        return super().initial(x, row % self._most if x.cu_seqlens is None else row)
 
 
 class BatchesOf9Bits(BatchesUpTo128):
     """Rows of a batch from the 513th on begin from the states of the first ones."""
 
-    most = 512
+    _most = 512
 
 
 class SecondLongOfABatch(Chunkwise):
@@ -302,7 +302,7 @@ class PositionsOf8Bits(Serves):
 class PositionsUpTo512(PositionsOf8Bits):
     """A request of over 512 tokens is taken for a new one when it decodes."""
 
-    most = 512
+    _most = 512
 
     def wrong(self, start: int) -> bool:
         return start > self.most
@@ -348,9 +348,8 @@ class TransfersOfWholePages(Serves):
     def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
         pages = 2**12 // ranks[0][0].element_size()
         arrived = [torch.arange(heads.numel()) < max(heads.numel() // pages, 1) * pages for heads, _ in ranks]
-        return super().joined(
-            [(heads * read.view(heads.shape), parts) for (heads, parts), read in zip(ranks, arrived, strict=True)]
-        )
+        states = [heads * read.view(heads.shape) for (heads, _), read in zip(ranks, arrived, strict=True)]
+        return super().joined([(state, parts) for state, (_, parts) in zip(states, ranks, strict=True)])
 
 
 class MaskOf32Rows(Serves):
