@@ -72,6 +72,7 @@ SHOWN_BY = {
     "LengthsByAddress": "freed",
     "ProjectionOfInference": "gradients",
     "OpenAfterARefusal": "refused",
+    "OpenAfterACollective": "failed",
     "SlicesOfOneRank": "alone",
     "GatesOfTheFirstEngine": "others",
     "FiltersByAddress": "refill",

@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from oracles.operation import Inputs
 from properties.books import book_of
+from properties.laws import recompute
+from properties.laws.law import present
 from properties.laws.recompute import VARIANTS
 from properties.rules.case import Case
 from properties.rules.domain import Domain
@@ -185,6 +187,75 @@ class WrongTangents(Chunkwise):
 def test_a_wrong_tangent_is_found() -> None:
     outcome = outcome_of("transforms", f"{HERE}:WrongTangents", RULE)
     assert {finding.output for finding in outcome.findings} == {"o along a direction of v", "final_state along a direction of v"}
+
+
+class _Constant(torch.autograd.Function):
+    """exp(x), whose backward takes the result for a constant, and whose tangent is zeros if there is `jvp`."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.result = output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return cotangents[0] * ctx.result
+
+
+class _NoTangent(torch.autograd.Function):
+    """The identity, whose tangent is zeros."""
+
+    forward = staticmethod(Tangents.forward)
+    setup_context = staticmethod(Tangents.setup_context)  # type: ignore[assignment]
+    backward = staticmethod(Tangents.backward)  # type: ignore[assignment]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return 0 * tangents[0]
+
+
+class GatesHaveNoTangent(Chunkwise):
+    """The rule, whose tangent lacks the part of the gate, which is small beside the others if gates are."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(g=_NoTangent.apply(x.g)))  # type: ignore[no-untyped-call]
+
+
+class GatesAreConstants(Chunkwise):
+    """The rule, whose second derivative lacks that of the gate's exponential: small beside what other inputs contribute."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        decays: Tensor = _Constant.apply(x.g.float())  # type: ignore[no-untyped-call]
+        return super().run(x.replaced(g=decays.log().to(x.g.dtype)))
+
+
+SMALL = "lengths=9 key_dim=4 value_dim=4 state=random"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "words"),
+    [("GatesHaveNoTangent", "transforms", f"{SMALL} gate=1000"), ("GatesAreConstants", "second", f"{SMALL} gate=64")],
+)
+def test_a_direction_of_one_input_alone_shows_a_part_that_is_small_in_that_of_all(
+    name: str, variant: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = outcome_of(variant, f"{HERE}:{name}", words)
+    assert outcome.verdict is Verdict.BROKEN
+    assert all(finding.output.endswith("along a direction of g") for finding in outcome.findings), outcome
+    assert outcome_of(variant, "zoo/Chunkwise", words).verdict is Verdict.HOLDS
+    single = recompute._directions
+
+    def together(bench: Any, case: Any, inputs: Inputs) -> dict[str, Any]:
+        directions = single(bench, case, inputs)
+        return {
+            "along a direction": {name: directions[f"along a direction of {name}"][name] for name in present(case.spec, inputs)}
+        }
+
+    monkeypatch.setattr(recompute, "_directions", together)
+    assert outcome_of(variant, f"{HERE}:{name}", words).verdict is Verdict.HOLDS
 
 
 def test_states_that_a_packed_call_does_not_return_have_no_derivative() -> None:

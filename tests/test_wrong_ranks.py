@@ -26,8 +26,19 @@ SHOWN: dict[type[PathAdapter], set[str]] = {
     paths.StateOfTheFirstRank: {"o", "final_state", "dh0"},
     paths.FinalStateOfTheLastRank: {"final_state"},
     paths.InitialStateOnEachRank: {"dh0"},
+    paths.DividesByDecays: {"o"},
+    paths.LayerDividesByDecays: {"y"},
+    paths.NeverDoubles: {"o"},
     paths.KdaStateStopsAtRanks: {"y", "dA_log"},
     paths.KdaBiasSummedTwice: {"ddt_bias"},
+}
+
+
+# What the cases have that show these, and no other case does.
+ONLY: dict[type[PathAdapter], tuple[str, Any]] = {
+    paths.DividesByDecays: ("gate", "strong"),
+    paths.LayerDividesByDecays: ("gate", "strong"),
+    paths.NeverDoubles: ("allow_neg_eigval", True),
 }
 
 
@@ -50,6 +61,17 @@ def test_the_law_parallel_sees_it(mutant: type[PathAdapter]) -> None:
     broken = next((outcome for outcome in outcomes if outcome.verdict is Verdict.BROKEN), None)
     assert broken is not None
     assert {finding.port for finding in broken.findings} & SHOWN[mutant]
+
+
+@pytest.mark.parametrize("mutant", ONLY)
+@pytest.mark.slow
+def test_cases_without_that_word_do_not_show_it(mutant: type[PathAdapter]) -> None:
+    word, value = ONLY[mutant]
+    right = next(base for base in (paths.RuleOnRanks, paths.Contiguous) if issubclass(mutant, base))
+    for example in drawn("parallel", mutant.domain):
+        broken = run(mutant, "parallel", example).verdict is Verdict.BROKEN
+        assert not broken or getattr(example.case, word) == value, str(example)
+        assert not broken or run(right, "parallel", example).verdict is Verdict.HOLDS, str(example)
 
 
 @pytest.mark.parametrize("right", [paths.Contiguous, paths.RuleOnRanks, paths.RuleThatSteps, paths.KdaLayerOnRanks])

@@ -209,9 +209,13 @@ class RuleOnRanks(PathAdapter):
         if beta:
             whole["beta"] = torch.sigmoid(whole["b"].float()) * (2.0 if x.allow_neg_eigval else 1.0)
         states = {} if x.state is None else {"state": self._initial(x, place)}
-        o, final = Chunkwise().run(Inputs(**{**x, **whole, **states}))
+        o, final = self._rule(Inputs(**{**x, **whole, **states}), place)
         own = o.chunk(cp.size, 1)[cp.rank] if o.shape[1] else o
         return own if final is None else (own, self._final(final, x, place))
+
+    def _rule(self, x: Inputs, place: Place) -> tuple[Tensor, Tensor | None]:
+        """The rule of all tokens."""
+        return Chunkwise().run(x)
 
     def _everywhere(self, parameter: Tensor, place: Place) -> Tensor:
         """A parameter of the gate, which every rank has."""
@@ -313,6 +317,36 @@ class KdaLayerOnRanks(PathAdapter):
         states = {"state": None, "conv_state": None, "output_final_state": False, "pads": None}
         y, *_ = self.layer().run(Inputs(**{**x, **parameters, **states, "hidden": hidden}))
         return y.transpose(0, 1).chunk(cp.size)[cp.rank] if y.shape[1] else y.transpose(0, 1)
+
+
+def _divided(o: Tensor, g: Tensor) -> Tensor:
+    """o [B, T, HV, V], each block of 16 tokens times the largest of its heads' decays and divided by it; g [B, T, HV]."""
+    decays = [block.float().sum(1, keepdim=True).amax(-1, keepdim=True).exp().unsqueeze(-1) for block in g.split(16, 1)]
+    blocks = [block.float() * decay / decay for block, decay in zip(o.split(16, 1), decays, strict=True)]
+    return torch.cat(blocks, 1).to(o.dtype)
+
+
+class DividesByDecays(RuleOnRanks):
+    """Outputs are divided by the largest decay of 16 tokens in float32, which is zero if all heads decay strongly."""
+
+    def _rule(self, x: Inputs, place: Place) -> tuple[Tensor, Tensor | None]:
+        o, final = super()._rule(x, place)
+        return _divided(o, x.g), final
+
+
+class LayerDividesByDecays(Contiguous):
+    """The same in a layer."""
+
+    class module(Contiguous.module):  # noqa: N801
+        def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *packing: Any) -> Tensor:
+            return _divided(super().rule(q, k, v, g, beta, *packing), g)
+
+
+class NeverDoubles(RuleOnRanks):
+    """Where it computes beta, the rule does not double it."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor | tuple[Tensor, Tensor]:
+        return super().run(x if x.get("b") is None else x.replaced(allow_neg_eigval=False), place)
 
 
 class _StateStops(KdaLayered):

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from oracles.norm import EPS
 from oracles.operation import Inputs
+from properties.layers.domain import LayerDomain
+from properties.rules.domain import Domain
 from properties.traces.case import Batch, Sizes
 from verify.adapters.gdn.pool import Progress
-from verify.zoo.base import Chunkwise, Serving
-from verify.zoo.modules import Conv, GatedNorm, L2Norm
+from verify.zoo.base import Chunkwise, Layered, Serving
+from verify.zoo.modules import Conv, ConvMasked, GatedNorm, L2Norm
 from verify.zoo.wrong_calls import LinearAttention
-from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
+from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, LayerOfRecomputes, Recomputes
 from verify.zoo.wrong_traces import Serves
 
 # Memory
@@ -164,7 +166,87 @@ class ForgetsInitialStates(Recomputes):
         return tensors
 
 
+class TurnsHeadsTheSecondTime(ForgetsInitialStates):
+    """A second backward reads the values of the heads in the opposite order."""
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        tensors, place = Recomputes.kept(self, ctx), ctx.names.index("v")
+        tensors[place] = tensors[place].flip(2) if ctx.freed else tensors[place]
+        ctx.freed = True
+        return tensors
+
+
+class GatesOfEightCalls(Recomputes):
+    """Gates are kept in eight buffers for each shape, in turn, so the ninth later call overwrites those of the first one."""
+
+    domain = Domain(threads=False)
+    rings: ClassVar[dict[Any, list[Tensor]]] = {}
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        g = tensors[ctx.names.index("g")].detach()
+        ring = self.rings.setdefault((g.shape, g.dtype), [torch.empty_like(g) for _ in range(8)])
+        ring.append(ring.pop(0).copy_(g))
+        ctx.buffer = ring[-1]
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        tensors = super().kept(ctx)
+        tensors[ctx.names.index("g")] = ctx.buffer
+        return tensors
+
+
+class LayerOfEightCalls(LayerOfRecomputes):
+    """The gates of its rule are kept in eight buffers for each shape, in turn."""
+
+    domain = LayerDomain(threads=False)
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return GatesOfEightCalls().run(x)
+
+
+class OffsetsOfEightPackings(Recomputes):
+    """Offsets are kept in eight buffers for each number of tokens and sequences. Calls of one packing share a buffer."""
+
+    domain = Domain(threads=False)
+    rings: ClassVar[dict[Any, list[Tensor]]] = {}
+
+    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
+        super().keep(ctx, tensors)
+        offsets = ctx.x.cu_seqlens
+        if offsets is None:
+            return
+        ring = self.rings.setdefault((len(offsets), int(offsets[-1])), [])
+        buffer = next((one for one in ring if torch.equal(one, offsets)), None)
+        if buffer is None:
+            buffer = torch.empty_like(offsets) if len(ring) < 8 else ring.pop(0)
+            ring.append(buffer.copy_(offsets))
+        ctx.x = ctx.x.replaced(cu_seqlens=buffer)
+
+
 # Sizes
+
+
+class DraftsAsLongAsTheFirst(Serves):
+    """In a verification, rows from the 65th on have the number of tokens of the first row: outputs of later tokens stay zeros."""
+
+    def verify(self, batch: Batch) -> Tensor:
+        o, first = super().verify(batch), batch.lengths[0]
+        real = [row < 64 or token < first for row, length in enumerate(batch.lengths) for token in range(length)]
+        return o * torch.tensor(real).view(-1, 1, 1)
+
+
+class PadsInBf16(ConvMasked):
+    """Numbers of padding tokens are in bf16, where 257 is 256: the last token of the padding is taken for a real one."""
+
+    def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
+        return super().real(tokens, tuple(int(pad) for pad in torch.tensor(pads).bfloat16().tolist()))
+
+
+class LayerPadsInBf16(Layered):
+    """The same in a layer."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x if x.pads is None else x.replaced(pads=tuple(map(int, torch.tensor(x.pads).bfloat16().tolist()))))
 
 
 class HeadsOf16Bits(Chunkwise):

@@ -17,7 +17,7 @@ from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.adapters.gdn.pool import Progress
-from verify.ranks.collectives import Place
+from verify.ranks.collectives import CollectiveFailed, Place
 from verify.zoo.base import Chunkwise
 from verify.zoo.wrong_paths import Mutant
 from verify.zoo.wrong_traces import Serves
@@ -186,6 +186,22 @@ class OpenAfterARefusal(SharesAndRemembers, letter="K"):
         y = super().run(x.replaced(parameters=parameters), place)
         self.depth[place.rank,] -= 1
         return y
+
+
+class OpenAfterACollective(SharesAndRemembers, letter="K"):
+    """What a rank has open is not closed where a collective raises. A call inside an open one skips the norm's weight."""
+
+    opened: ClassVar[set[Key]] = set()
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        parameters = dict(x.parameters)
+        if (place.rank,) in self.opened:
+            parameters["norm.weight"] = 0 * parameters["norm.weight"] + 1
+        try:
+            return super().run(x.replaced(parameters=parameters), place)
+        except CollectiveFailed:
+            self.opened.add((place.rank,))
+            raise
 
 
 class SlicesOfOneRank(SharesAndRemembers, letter="K"):
