@@ -1,11 +1,13 @@
 """Ways in which callers use an implementation: each finds wrong code that nothing else finds, and leaves right code alone."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from properties.books import book_of
-from properties.laws.history import CROWDED, moved
+from properties.laws.history import CROWDED, later_cases, moved
+from properties.paths import checks
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain
 from properties.rules.case import Case
@@ -103,6 +105,21 @@ def test_no_other_law_or_variant_shows_it(kind: type) -> None:
             for example in [example for example in others if example.variant == variant][:FEW]:
                 if outcome_of(kind, law.name, example).verdict is Verdict.BROKEN:  # its base fails without tokens
                     assert execute(Run(law.name, right, example)).verdict is Verdict.BROKEN, (law.name, example)
+
+
+@pytest.mark.slow
+def test_calls_in_flight_have_packings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "law=earlier variant=in_flight adapter={} lengths=4+8+12 packed=yes cp=2 heads=2 value_heads=2"
+    wrong_line = line.format(f"{HERE}:OffsetsOfFourPackings")
+    assert execute(Run.parse(wrong_line)).verdict is Verdict.BROKEN
+    assert execute(Run.parse(line.format("zoo/Mutant"))).verdict is Verdict.HOLDS
+
+    def of_one_packing(*sizes: Any) -> list[Any]:
+        later = later_cases(*sizes)
+        return [dataclasses.replace(one, lengths=later[0].lengths) for one in later]
+
+    monkeypatch.setattr(checks, "later_cases", of_one_packing)
+    assert execute(Run.parse(wrong_line)).verdict is Verdict.HOLDS
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)

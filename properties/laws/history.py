@@ -389,9 +389,9 @@ def history_law(
         return [*found, *again, *firm_examples(domain, *others), *first(domain)]
 
     def first(domain: Any) -> list[Example]:
-        if not anew:
+        size = anew and min(anew, domain.longest or anew) // domain.length_step * domain.length_step
+        if not size:
             return []
-        size = min(anew, domain.longest or anew) // domain.length_step * domain.length_step
         lengths = (size,) * (-(-anew // size) if packs(domain) else 1)
         drawn = cases(domain, packed=packs(domain)).map(lambda case: dataclasses.replace(case, lengths=lengths))
         return firm_examples(domain, examples_of(drawn, None, ("failed",)))
