@@ -41,6 +41,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     wrong.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
+    wrong.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
+    wrong.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
     wrong.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
     wrong.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
     wrong.ChannelsOf12Bits: ("oracle", ("width=12289",)),

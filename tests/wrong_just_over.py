@@ -335,6 +335,54 @@ class ForkReadsTheSnapshot(Serves):
         super().give(slot)
 
 
+class ForksReadAFreedRequest(Serves):
+    """A fork reads the slot of the request that it began from, until one of the two goes on or that request is preempted."""
+
+    _until: ClassVar[tuple[str, ...]] = ("preempt",)
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.waits: dict[str, tuple[str, int]] = {}
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        super().fork(new, old, snapshot=snapshot)
+        if not snapshot:
+            self.waits[new] = old, self.owned[old]
+
+    def settle(self, requests: Sequence[str]) -> None:
+        """Forks that wait for one of these requests wait no longer."""
+        self.waits = {new: (old, slot) for new, (old, slot) in self.waits.items() if not {new, old} & {*requests}}
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        for request in batch.requests:
+            if request in self.waits:  # its own slot gets what is in the other one by now
+                self.copy(self.waits[request][1], self.owned[request])
+        self.settle(batch.requests)
+        return super().rows(batch)
+
+    def free(self, request: str) -> None:
+        self.waits.pop(request, None)
+        if "free" in self._until:
+            self.settle([request])
+        super().free(request)
+
+    def preempt(self, request: str) -> None:
+        self.waits.pop(request, None)
+        if "preempt" in self._until:
+            self.settle([request])
+        super().free(request)
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        slot = self.waits[owner][1] if owner in self.waits else self.slots()[owner]
+        return self.states[slot], self.windows[slot]
+
+
+class ForksReadAPreemptedRequest(ForksReadAFreedRequest):
+    """The same, until that request is freed."""
+
+    _until = ("free",)
+
+
 class RanksByName(Serves):
     """A transfer puts ranks together in the order of their names, in which 10 comes before 2."""
 

@@ -415,9 +415,10 @@ def long_requests(domain: TraceDomain) -> list[TraceCase]:
 
 
 def forks(domain: TraceDomain) -> list[TraceCase]:
-    """Return cases in which a request begins from a snapshot.
+    """Return cases in which a request begins from a snapshot or from another request.
 
-    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part.
+    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part. In one,
+    requests leave from which others began, and new ones get their slots before the others go on.
     """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     token, cases = _token(domain, ["b"]), []
@@ -427,6 +428,9 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
         cases += fixed_cases(domain, [f"{snapshot}/k:b<a@/{snapshot}/{token}"], slots=5, snapshots=every, aligned=aligned)
         parts = f"p:a{every - 1}/p:a1/k:b<a@/{token}"
         cases += fixed_cases(domain, [parts], slots=5, snapshots=every, aligned="request", width=max(domain.widths))
+    if "fork" in domain.events:
+        leave = "r:a" if "preempt" in domain.events else "f:a"
+        cases += fixed_cases(domain, [f"p:a5,c4/k:b<a/k:d<c/{leave}/f:c/p:e3,f2/{_token(domain, ['b', 'd'])}"], slots=5)
     if {"fork", "save"} <= {*domain.events}:
         cases += fixed_cases(domain, [f"p:a5/s:a/k:b<a@/s:a/{token}"], slots=5)
     return cases
