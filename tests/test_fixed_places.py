@@ -178,8 +178,11 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert (transfer.heads, transfer.value_heads) == (3, 6)
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
-    again, short, saved = ([step.kind for step in case.plan] for case in forks(domain))
+    again, short, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])
+    assert left == ["p", "k", "k", "r", "f", "p", "d"]
+    kept = dataclasses.replace(domain, events=tuple(event for event in domain.events if event != "preempt"))
+    assert [step.kind for step in forks(kept)[2].plan] == ["p", "k", "k", "f", "f", "p", "d"]
     (saving,) = crowded_snapshots(domain)
     assert [place for place, row in enumerate(saving.plan[0].rows) if row.snapshot is not None] == [*SAVING]
     few = sized(TraceDomain(most_slots=26), None, MOST["quick"])
