@@ -22,7 +22,7 @@ gc.set_threshold(100_000, 20, 20)
 
 @pytest.fixture(autouse=True)
 def same_search_path() -> Iterator[None]:
-    """A verb with --path puts its folder on sys.path for the rest of the process, which in a test goes on."""
+    """A verb with --path puts its folder on sys.path and leaves it there. Later tests of the process would look into it."""
     before = [*sys.path]
     yield
     sys.path[:] = before

@@ -19,6 +19,7 @@ from tests import wrong_afresh as wrong
 from tests.drawn import domain_in_a_check, in_a_check
 from tests.processes import SOON_S, gone
 from tests.right_calls import PackedConvolution
+from verify.bench import afresh
 from verify.bench.afresh import Afresh
 from verify.bench.call_bench import CallBench
 from verify.engine.asking import ask
@@ -90,6 +91,12 @@ def bounds_of(spec: str, case: CallCase, inputs: Inputs, cotangents: Cotangents)
 
 
 @pytest.fixture
+def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child has 2 s."""
+    monkeypatch.setattr(afresh, "MOST_S", 2)
+
+
+@pytest.fixture
 def process() -> Iterator[Afresh]:
     type(adapter_of(f"{HERE}:PlanOfABucket")).kept.clear()  # type: ignore[attr-defined] # another test calls it in this process
     one = Afresh(bring, bounds_of)
@@ -137,8 +144,10 @@ def test_an_input_that_a_law_changed_or_left_out_is_the_one_that_is_called(proce
         assert all(torch.equal(there[name].value, here[name].value) for name in here)
 
 
-@pytest.mark.parametrize("kind", ["FailsInAChild", "EndsInAChild"])
-def test_a_child_that_fails_gives_nothing_and_the_next_question_is_answered(kind: str, process: Afresh) -> None:
+@pytest.mark.parametrize("kind", ["FailsInAChild", "EndsInAChild", "HangsInAChild"])
+def test_a_child_that_fails_gives_nothing_and_the_next_question_is_answered(
+    kind: str, short_deadline: None, process: Afresh
+) -> None:
     spec = f"{HERE}:{kind}"
     for lengths, names in [("3", set()), ("4", {"y"}), ("3", set()), ("2", {"y"})]:
         assert {*answered(process, spec, case_of(kind, f"lengths={lengths} backward=no"))} == names

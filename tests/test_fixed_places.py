@@ -111,7 +111,7 @@ def test_examples_that_are_drawn_do_not_show_it(kind: type) -> None:
 )
 @pytest.mark.slow
 def test_fewer_calls_or_one_packing_would_not_show_it(kind: type, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nine later calls, the last but one counts as one more call whose backward is looked at."""
+    """A ring of eight buffers outlasts seven later calls, and nine calls of one packing share a buffer."""
 
     def fewer(case: Any, domain: Any, device: str) -> list[Any]:
         later = history.later_cases(case, domain, device, count)

@@ -17,6 +17,7 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
 from tests.drawn import domain_in_a_check, in_a_check
+from tests.right import cut
 from verify.engine.drawing import of_law
 from verify.engine.profiles import PROFILES
 from verify.execution.execute import execute
@@ -25,7 +26,7 @@ from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.zoo import wrong_recompute
 from verify.zoo.animals import right_of
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import Chunkwise, Layered
 
 HERE = "tests/test_recompute.py"
 RULE = "lengths=2 key_dim=2 value_dim=2 state=random gate=10"
@@ -190,7 +191,7 @@ def test_a_wrong_tangent_is_found() -> None:
 
 
 class _Constant(torch.autograd.Function):
-    """exp(x), whose backward takes the result for a constant, and whose tangent is zeros if there is `jvp`."""
+    """exp(x), whose backward takes the result for a constant."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -256,6 +257,41 @@ def test_a_direction_of_one_input_alone_shows_a_part_that_is_small_in_that_of_al
 
     monkeypatch.setattr(recompute, "_directions", together)
     assert outcome_of(variant, f"{HERE}:{name}", words).verdict is Verdict.HOLDS
+
+
+class _InTf32(torch.autograd.Function):
+    """a @ b of operands that are cut off after 10 stored bits. So are those of its backward, and of the backward of that."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(a, b)
+        return cut(a, 11) @ cut(b, 11)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return _InTf32.apply(cotangents[0], b.mT), _InTf32.apply(a.mT, cotangents[0])  # type: ignore[no-untyped-call]
+
+
+class LayerInTf32(Layered):
+    """The layer, whose projections are in TF32."""
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        flat: Tensor = _InTf32.apply(x.float().flatten(0, -2), weight.float().mT)  # type: ignore[no-untyped-call]
+        return flat.unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
+LAYER_IN_TF32 = (
+    "products=tf32 op=gdn_layer lengths=6+0 packed=yes heads=2 value_heads=4 key_dim=4 value_dim=4 conv_width=2 conv_bias=yes "
+    "allow_neg_eigval=yes seed=26159"
+)
+
+
+def test_right_products_in_tf32_hold_and_would_not_with_the_directions_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome_of("second", f"{HERE}:LayerInTf32", LAYER_IN_TF32).verdict is Verdict.HOLDS
+    assert outcome_of("second", f"{HERE}:Squares", f"{RULE} products=tf32").verdict is Verdict.BROKEN
+    monkeypatch.setattr(recompute, "_precise", lambda bench, case: True)
+    assert outcome_of("second", f"{HERE}:LayerInTf32", LAYER_IN_TF32).verdict is Verdict.BROKEN
 
 
 def test_states_that_a_packed_call_does_not_return_have_no_derivative() -> None:

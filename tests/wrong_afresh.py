@@ -4,6 +4,7 @@ Calls that come later in the same process are all wrong in the same way, so only
 """
 
 import os
+import time
 from typing import ClassVar
 
 import torch
@@ -98,6 +99,8 @@ class FailsInAChild(WeighsPlaces):
         if os.getpid() != self.here and tokens == 3:
             if self.way == "raise":
                 raise ValueError("no table of three places")
+            while self.way == "hang":
+                time.sleep(1)
             os._exit(7)
         return super().table(tokens, like)
 
@@ -106,6 +109,12 @@ class EndsInAChild(FailsInAChild):
     """The same, which ends the process."""
 
     way = "exit"
+
+
+class HangsInAChild(FailsInAChild):
+    """The same, which never answers."""
+
+    way = "hang"
 
 
 class Talks(WeighsPlaces):

@@ -302,7 +302,7 @@ class PositionsOf8Bits(Serves):
 class PositionsUpTo512(PositionsOf8Bits):
     """A request of over 512 tokens is taken for a new one when it decodes."""
 
-    _most = 512
+    most = 512
 
     def wrong(self, start: int) -> bool:
         return start > self.most
@@ -370,7 +370,7 @@ class ForksReadAFreedRequest(Serves):
         self.waits.pop(request, None)
         if "preempt" in self._until:
             self.settle([request])
-        super().free(request)
+        super().free(request)  # not self.free, which may settle
 
     def contents(self, owner: str) -> tuple[Tensor, Tensor]:
         slot = self.waits[owner][1] if owner in self.waits else self.slots()[owner]
