@@ -7,7 +7,6 @@ begins before that process is ready.
 import gc
 import importlib.util
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
 
 # A collection visits the objects that tests made. With Python's default it took 0.5 of 10.7 s in three files of tests.
 gc.set_threshold(100_000, 20, 20)
-
-
-@pytest.fixture(autouse=True)
-def same_search_path() -> Iterator[None]:
-    """A verb with --path puts its folder on sys.path and leaves it there. Later tests of the process would look into it."""
-    before = [*sys.path]
-    yield
-    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")

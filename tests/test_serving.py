@@ -62,7 +62,9 @@ def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setitem(libraries.LIBRARIES, "orchard", ORCHARD)
     monkeypatch.setitem(libraries.BY_DISTRIBUTION, "orchard-dist", ORCHARD)
     monkeypatch.setitem(stubs.STUBS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stub"}})
-    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    # A verb with --path, which another test ran in this process, has left its own library of this name on sys.path.
+    others = [entry for entry in sys.path if not pathlib.Path(entry, "orchard").exists()]
+    monkeypatch.setattr(sys, "path", [*others, str(folder)])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(serving, "_prepared", {})
     monkeypatch.chdir(tmp_path)
