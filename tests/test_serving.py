@@ -41,8 +41,10 @@ FILES = {
 def test_a_module_is_found_where_an_older_release_has_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = (("orchard.new.one", "orchard.middle.one", "orchard.old.one"), ("orchard.new", "orchard.old"))
     library = dataclasses.replace(ORCHARD, needed=("orchard/old/one.py",), moved=moved)
+    forget()
     write(tmp_path, {"old/one.py": "def rule(q, k): ...", "old/two.py": ""})
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *without_orchards()])
+    importlib.invalidate_caches()
     monkeypatch.setitem(libraries.LIBRARIES, "orchard", library)
     assert [library.home(f"orchard.{name}") for name in ("new.one", "new.two", "new.six", "other")] == [
         *("orchard.old.one", "orchard.old.two", "orchard.new.six", "orchard.other")
@@ -62,15 +64,23 @@ def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setitem(libraries.LIBRARIES, "orchard", ORCHARD)
     monkeypatch.setitem(libraries.BY_DISTRIBUTION, "orchard-dist", ORCHARD)
     monkeypatch.setitem(stubs.STUBS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stub"}})
-    # A verb with --path, which another test ran in this process, has left its own library of this name on sys.path.
-    others = [entry for entry in sys.path if not pathlib.Path(entry, "orchard").exists()]
-    monkeypatch.setattr(sys, "path", [*others, str(folder)])
+    monkeypatch.setattr(sys, "path", [*without_orchards(), str(folder)])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(serving, "_prepared", {})
     monkeypatch.chdir(tmp_path)
-    packages.installed.cache_clear()
+    forget()
     importlib.invalidate_caches()
     yield folder
+    forget()
+
+
+def without_orchards() -> list[str]:
+    """sys.path without libraries of this name. A verb with --path that another test ran in this process has left its own there."""
+    return [entry for entry in sys.path if not pathlib.Path(entry, "orchard").exists()]
+
+
+def forget() -> None:
+    """Nobody has imported an orchard, or looked up what is installed."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "orchard"]:
         del sys.modules[name]
     packages.installed.cache_clear()
