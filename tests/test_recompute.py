@@ -27,6 +27,7 @@ from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.zoo import wrong_recompute
 from verify.zoo.animals import right_of
 from verify.zoo.base import Chunkwise, Layered
+from verify.zoo.wrong_gates import Stepwise
 
 HERE = "tests/test_recompute.py"
 RULE = "lengths=2 key_dim=2 value_dim=2 state=random gate=10"
@@ -90,7 +91,7 @@ def test_a_check_plays_every_variant_once(spec: str) -> None:
     assert {*counts} == {*variants_of(f"zoo/{spec}")}
     assert max(counts.values()) <= 2
     law = book_of(Domain()).laws["recompute"]
-    assert [PROFILES[name].examples_of(law) for name in ("least", "few", "quick", "ci")] == [2, 5, 12, 50]
+    assert [PROFILES[name].examples_of(law) for name in ("least", "few", "quick", "ci")] == [2, 5, 13, 50]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, words) in SEEN_BY.items() if words != LAYER])
@@ -257,6 +258,45 @@ def test_a_direction_of_one_input_alone_shows_a_part_that_is_small_in_that_of_al
 
     monkeypatch.setattr(recompute, "_directions", together)
     assert outcome_of(variant, f"{HERE}:{name}", words).verdict is Verdict.HOLDS
+
+
+class _OneBranch(torch.autograd.Function):
+    """g and beta, where beta has a gradient only if g needs one."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return g.clone(), beta.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor]:
+        dg, dbeta = cotangents
+        return dg, dbeta if ctx.needs_input_grad[0] else torch.zeros_like(dbeta)
+
+
+class BetaNeedsAGate(Stepwise):
+    """Where the gates are inputs, the gradient of beta is computed in the branch of that of g."""
+
+    def run(self, x: Inputs) -> Any:
+        if x.get("g") is None or x.get("beta") is None:
+            return super().run(x)
+        g, beta = _OneBranch.apply(x.g, x.beta)
+        return super().run(x.replaced(g=g, beta=beta))
+
+
+def test_gates_that_are_inputs_are_frozen_in_every_check() -> None:
+    domain = domain_in_a_check(f"{HERE}:BetaNeedsAGate")
+    assert len(domain.in_kernel) > 1
+    fixed = [example for example in book_of(domain).laws["recompute"].always(domain) if example.variant == "frozen"]
+    for seed in range(3):
+        examples = in_a_check("recompute", domain, seed)
+        assert [example for example in examples if example in fixed] == fixed
+        assert {example.variant for example in examples} == {*VARIANTS}
+    assert [execute(Run("recompute", f"{HERE}:BetaNeedsAGate", example)).verdict for example in fixed] == [Verdict.BROKEN]
+    assert [execute(Run("recompute", "zoo/Stepwise", example)).verdict for example in fixed] == [Verdict.HOLDS]
+    others = [example for example in in_a_check("recompute", domain, 0) if example.variant != "frozen"]
+    found = [execute(Run("recompute", f"{HERE}:BetaNeedsAGate", example)).verdict for example in others]
+    assert found == [Verdict.HOLDS] * len(others)
 
 
 class _InTf32(torch.autograd.Function):

@@ -490,6 +490,13 @@ class TailsOfGatedNorms(TailsOfL2, GatedNorm):
     domain = GatedNorm.domain
 
 
+class SquaresUpTo8192(NormGateLinear):
+    """The squares of a row are read as one block of 8,192 channels, and those behind it are not added."""
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return super().squares(wide * (torch.arange(wide.shape[-1]) < 2**13), x)
+
+
 class ConvStatesOf10Bits(Conv):
     """Packed sequence 1,024 begins from the state of the first one, and so on."""
 

@@ -246,10 +246,18 @@ def _largest(x: Tensor, rows: Tensor) -> float:
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
-def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, about: tuple[str, ...] = ()) -> Law:
+def recompute_law(
+    cases: Callable[[Any], st.SearchStrategy[Any]],
+    calm: Words,
+    about: tuple[str, ...] = (),
+    *,
+    explicit: Callable[[Any], st.SearchStrategy[Any]] | None = None,
+) -> Law:
     """Return the law for a book whose cases `cases(domain)` draws.
 
     `calm(case, variant)` returns the words that a case lacks for a derivative along a direction to be well above rounding, or None.
+    `explicit(domain)` draws cases whose gates are inputs, if the domain has such: one of them always comes as `frozen`. Where the
+    kernel computes gates, it may have other branches.
     """
 
     def lacks(case: Any, variant: str | None) -> str | None:
@@ -268,8 +276,14 @@ def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, a
         drawn = cases(domain).filter(lambda case: case.backward and max(case.lengths) > (domain.longest != 1))
         return all_variants(drawn, lambda case: [variant for variant in VARIANTS if lacks(case, variant) is None])
 
+    def firm(domain: Any) -> list[Example]:
+        if not domain.backward:
+            return []
+        apart = [explicit(domain).filter(lambda case: case.tokens > 1 and lacks(case, "frozen") is None)] if explicit else []
+        return [*precise(domain), *firm_examples(domain, *(examples_of(drawn, None, ("frozen",)) for drawn in apart))]
+
     def precise(domain: Any) -> list[Example]:
-        if "fp32" not in domain.dtypes or not domain.backward:
+        if "fp32" not in domain.dtypes:
             return []
         drawn = cases(domain).filter(lambda case: case.dtype == "fp32" and case.tokens > 1 and lacks(case, "second") is None)
         moved = drawn.filter(lambda case: case.packed and len(case.lengths) > 1 and max(case.lengths) > 4)
@@ -286,8 +300,8 @@ def recompute_law(cases: Callable[[Any], st.SearchStrategy[Any]], calm: Words, a
         require(backward=True),
         variants=VARIANTS,
         lacks=lacks,
-        always=precise,  # in bf16 a derivative may be off by half of its largest row
+        always=firm,  # `precise` too, because in bf16 a derivative may be off by half of its largest row
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
-        few=len(VARIANTS) + 1,  # each variant, and the one that always comes
+        few=len(VARIANTS) + (2 if explicit else 1),  # each variant, and those that come twice
     )

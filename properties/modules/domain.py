@@ -40,8 +40,8 @@ HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 MANY_CHANNELS, MANY_HEADS = 12_289, 513  # of a convolution: just over those of released models; of gates and norms
 ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
-UNEVEN = (515, 4099)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
-PARAMETER_ROWS = 5  # heads of a gate of 4,099 channels: its parameter has over 16,384 numbers
+UNEVEN = (515, 8195)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
+PARAMETER_ROWS = 5  # heads of a gate of 8,195 channels: its parameter has over 32,768 numbers
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
 
@@ -195,8 +195,8 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
     convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
     packed sequences with states, four whose first and last length are the mean of all, and over 12,288 channels, or as many as
-    it takes. Gates and norms have over 512 heads, and over 512 and over 4,096 channels in numbers that are no multiples of 4.
-    Those of over 4,096 channels have five heads, and a residual that is returned if the domain has that.
+    it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no multiples of 4, or
+    as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the domain has that.
     There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
@@ -229,19 +229,23 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(*(min(length, domain.longest) for length in ODD_STARTS), packed=True)] if "packed" in every else []
     few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
-        cases += [case(min(5, domain.longest), width=_many_channels(domain)), case(*unequal, packed=True), case(*MEAN, packed=True)]
+        cases += [
+            case(min(5, domain.longest), width=_width_from(domain, MANY_CHANNELS)),
+            case(*unequal, packed=True),
+            case(*MEAN, packed=True),
+        ]
     elif "width" in every:
-        wide = [next((width for width in range(least, MAX_WIDTH + 1) if domain.has_width(width)), narrow) for least in UNEVEN]
+        wide = [_width_from(domain, least) for least in UNEVEN]
         cases += [case(few, width=wide[0], out_width=wide[0])]
         cases += [case(few, width=wide[1], out_width=narrow, heads=PARAMETER_ROWS, residual=domain.residuals[-1])]
     cases += [case(few, heads=MANY_HEADS)] if "heads" in every else []
     return [case for case in cases if domain.outside(case) is None]
 
 
-def _many_channels(domain: ModuleDomain) -> int:
-    """Return the least width of over 12,288 that the domain allows, or its largest."""
+def _width_from(domain: ModuleDomain, least: int) -> int:
+    """Return the least width of at least `least` that the domain allows, or its largest."""
     allowed = [width for width in range(1, MAX_WIDTH + 1) if domain.has_width(width)]
-    return next((width for width in allowed if width >= MANY_CHANNELS), max(allowed))
+    return next((width for width in allowed if width >= least), max(allowed))
 
 
 @st.composite

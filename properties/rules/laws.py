@@ -198,6 +198,11 @@ def _calm(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return _brief(domain, **{"longest": 20, "total": 24, "sequences": (1, 2), **calm, **more})
 
 
+def _explicit(domain: Domain) -> st.SearchStrategy[Case]:
+    """Return calm cases in which g and beta are inputs, if the domain has such."""
+    return _calm(domain, in_kernel="none" if "none" in domain.in_kernel else domain.in_kernel)
+
+
 def _calm_lacks(case: Case, _: str | None) -> str | None:
     if case.dtype == "fp16":
         return "no fp16"
@@ -382,7 +387,7 @@ LAWS: dict[str, Law] = {
         memory_law(_small),
         again_law(_small),
         history_law(_brief),
-        recompute_law(_calm, _calm_lacks),
+        recompute_law(_calm, _calm_lacks, explicit=_explicit),
         Law(
             "batch",
             "truth",
