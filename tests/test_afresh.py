@@ -23,6 +23,9 @@ from verify.bench import afresh
 from verify.bench.afresh import Afresh
 from verify.bench.call_bench import CallBench
 from verify.engine.asking import ask
+from verify.engine.check import Check
+from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
@@ -60,7 +63,12 @@ def test_what_the_first_call_spoilt_shows_beside_a_fresh_process_only(kind: type
 
 @pytest.mark.parametrize(
     ("kind", "law", "text"),
-    [("FilledTooLateByBucket", "history", "lengths=150+150+150+150"), ("SequencesOf8Bits", "packed", "lengths=1+2+3+1+2+3")],
+    [
+        ("FilledTooLateByBucket", "history", "lengths=150+150+150+150"),
+        ("SequencesOf8Bits", "packed", "lengths=1+2+1+1+2+1"),
+        ("NumbersOfSequencesInFp16", "packed", "lengths=1+2+1+1+2+1"),
+        ("NoTailWithoutGradients", "history", "lengths=129"),
+    ],
 )
 @pytest.mark.slow_after_first
 def test_a_fixed_case_shows_it_and_the_right_form_holds(
@@ -76,6 +84,16 @@ def test_a_fixed_case_shows_it_and_the_right_form_holds(
     assert {*right} == {Verdict.HOLDS}
     drawn = [example for seed in range(2) for example in in_a_check(law, domain, seed) if example not in examples]
     assert Verdict.BROKEN not in [execute(Run(law, f"{HERE}:{kind}", example)).verdict for example in drawn]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow_after_first
+def test_a_check_begins_a_process_with_a_call_in_16_bits(seed: int, worker: Worker, tmp_path: pathlib.Path) -> None:
+    """Elsewhere a case of another seed may be the first call, in any dtype, which decides what shows."""
+    settings = Settings(f"{HERE}:TableOfTheFirstDtype", ["history"], PROFILES["quick"], seed=seed)
+    (report,) = Check(settings, [worker], Store(tmp_path)).run()
+    assert report.verdict is Verdict.BROKEN
+    assert "variant=others" in report.run
 
 
 # The process itself. It is forked from the tests' own, in which other tests may have started threads of autograd: torch refuses a

@@ -19,6 +19,9 @@ OTHERS = 3  # examples of the law that are drawn, with which the implementation 
 # The law that shows each of them, and what the lines have that show it: of the cases of a check at fixed places, no other does.
 SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.NumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.ConvNumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.LayerNumbersInBf16: ("oracle", ("1+1+1 packed=yes", "1+1+1 key_dim")),
     wrong.KeyHeadsOf8Bits: ("oracle", ("heads=257 value_heads=514",)),
     wrong.RatiosOf6Bits: ("oracle", ("lengths=3 value_heads=257",)),
     wrong.BatchesUpTo128: ("oracle", ("lengths=1+1+1+1+1",)),

@@ -89,6 +89,23 @@ class SequencesOf8Bits(WeighsPlaces):
         return [torch.cat([found[n % 256], found[n] * 0])[: lengths[n]] for n in range(len(found))]
 
 
+class NumbersOfSequencesInFp16(WeighsPlaces):
+    """The numbers of sequences are in float16, so of two behind the 2,048th the second has the weights of the first."""
+
+    def weights(self, lengths: list[int], like: Tensor) -> list[Tensor]:
+        found = super().weights(lengths, like)
+        return [found[n] if n < 2**11 or n % 4 in (0, 3) else found[n] * 0 for n in range(len(found))]
+
+
+class NoTailWithoutGradients(WeighsPlaces):
+    """Without gradients tokens go in blocks of 128, and a last one that is alone is left out."""
+
+    def table(self, tokens: int, like: Tensor) -> Tensor:
+        found = super().table(tokens, like)
+        alone = tokens > 1 and tokens % 128 == 1 and not (torch.is_grad_enabled() and like.requires_grad)
+        return torch.cat([found[:-1], found[-1:] * 0]) if alone else found
+
+
 class FailsInAChild(WeighsPlaces):
     """Right in this process, and an error, an end or a hang in another one."""
 

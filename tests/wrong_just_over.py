@@ -36,6 +36,20 @@ class EqualPast1024(Chunkwise):
         return [*found[:first], *itertools.pairwise(cuts)]
 
 
+class NumbersOfSequences:
+    """A base: the numbers of sequences are in the dtype of the tokens, and the state of a sequence is that of its number."""
+
+    def numbered(self, row: int, dtype: torch.dtype) -> int:
+        return int(torch.tensor(row).to(dtype))
+
+
+class NumbersInBf16(NumbersOfSequences, Chunkwise):
+    """A rule that numbers packed sequences so."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row if x.cu_seqlens is None else self.numbered(row, x.q.dtype))
+
+
 class KeyHeadsOf8Bits(Chunkwise):
     """Of grouped heads, the value heads of the 257th key head read the first one."""
 
@@ -504,6 +518,13 @@ class ConvStatesOf10Bits(Conv):
         return super().initial(x, row if x.cu_seqlens is None else row % 1024)
 
 
+class ConvNumbersInBf16(NumbersOfSequences, Conv):
+    """Packed sequences are numbered in the dtype of the tokens."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row if x.cu_seqlens is None else self.numbered(row, x.x.dtype))
+
+
 class ConvStartsOf16Bits(Conv):
     """Packed sequences that begin behind token 65,535 begin from zeros."""
 
@@ -569,6 +590,13 @@ class LayerHeadsUpTo64(Layered):
     def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, state = super().rule(x)
         return o[:, :, torch.arange(o.shape[2]) % 64], state
+
+
+class LayerNumbersInBf16(NumbersOfSequences, Layered):
+    """Rows of a batch, and packed sequences, are numbered in the dtype of the tokens."""
+
+    def before(self, x: Inputs, row: int) -> Tensor:
+        return super().before(x, self.numbered(row, x.hidden.dtype))
 
 
 class LayerSequencesOf8Bits(Layered):

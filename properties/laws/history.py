@@ -41,6 +41,7 @@ LATER = 9  # calls after the first one: an implementation may keep what eight ca
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
 SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
+BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 FAILURES = 18  # operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -182,6 +183,11 @@ def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
         if change.get("lengths") != lengths and domain.outside(changed) is None:
             found.setdefault(what, changed)
     return [*found.items()]
+
+
+def _later_in_float32(case: Any, domain: Any) -> bool:
+    """Return whether a case is in 16 bits, and the history `others` calls it in float32 too."""
+    return case.dtype != "fp32" and any(other.dtype == "fp32" for _, other in other_kinds(domain, case))
 
 
 def _repeated(bench: Bench, got: Results, once: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
@@ -366,6 +372,9 @@ def history_law(
 
     `anew` is a number of tokens that no other case has. A call of so many fails before one has succeeded, so what an implementation
     makes for the first call of a size, such as a table, is made while operations fail. 0 stands for no such case.
+
+    Two further cases always come. The first call of a new process is in 16 bits, and a later one in float32. The first of
+    BEHIND that the domain allows is called with and without gradients.
     """
 
     def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
@@ -386,15 +395,30 @@ def history_law(
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
-        return [*found, *again, *firm_examples(domain, *others), *first(domain)]
+        return [*found, *again, *firm_examples(domain, *others), *first(domain), *behind(domain), *begins(domain)]
+
+    def sized(domain: Any, tokens: int, **more: Any) -> st.SearchStrategy[Any]:
+        """Draw cases of so many tokens, in one sequence if the domain has such long ones."""
+        size = min(tokens, domain.longest or tokens) // domain.length_step * domain.length_step
+        if not size:
+            return st.nothing()
+        lengths = (size,) * (-(-tokens // size) if packs(domain) else 1)
+        drawn = cases(domain, packed=packs(domain), **more).map(lambda case: dataclasses.replace(case, lengths=lengths))
+        return drawn.filter(lambda case: domain.outside(case) is None)
 
     def first(domain: Any) -> list[Example]:
-        size = anew and min(anew, domain.longest or anew) // domain.length_step * domain.length_step
-        if not size:
+        return firm_examples(domain, examples_of(sized(domain, anew), None, ("failed",))) if anew else []
+
+    def behind(domain: Any) -> list[Example]:
+        tokens = next((size for size in BEHIND if size <= (domain.longest or size)), 0)
+        if not (tokens and domain.backward and domain.drawing.quick):
             return []
-        lengths = (size,) * (-(-anew // size) if packs(domain) else 1)
-        drawn = cases(domain, packed=packs(domain)).map(lambda case: dataclasses.replace(case, lengths=lengths))
-        return firm_examples(domain, examples_of(drawn, None, ("failed",)))
+        drawn = sized(domain, tokens, values="ordinary").filter(lambda case: case.backward)
+        return firm_examples(domain, examples_of(drawn, None, ("gradients",)))
+
+    def begins(domain: Any) -> list[Example]:
+        drawn = cases(domain, values="ordinary").filter(lambda case: case.tokens > 0 and _later_in_float32(case, domain))
+        return firm_examples(domain, examples_of(drawn, None, ("others",)))
 
     return Law(
         "history",
@@ -408,6 +432,7 @@ def history_law(
         of_process=True,
         draw_gpu=functools.partial(draw, gpu=True),
         always=always,
+        begins=begins,
         turns=lambda domain: _kinds(domain, gpu=False),
     )
 

@@ -157,8 +157,9 @@ class Law:
     of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
     None if the law draws the same there. `within` returns the part of a domain to which a check keeps the law's cases when it gives
     them other words (properties/palette.py, verify/engine/climb.py); a line may lie outside this part. `always` returns the
-    examples of a domain that a check with large cases has for every seed. `turns` returns the variants that the examples of a check
-    have in turn, so that a check of few examples has them all.
+    examples of a domain that a check with large cases has for every seed; those of `begins`, which are among them, come in a new
+    process, as its first calls. `turns` returns the variants that the examples of a check have in turn, so that a check of few
+    examples has them all.
 
     `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers
     the widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it
@@ -182,6 +183,7 @@ class Law:
     draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
     within: Callable[[Any], Any] = lambda domain: domain
     always: Callable[[Any], Sequence[Example]] = lambda domain: ()
+    begins: Callable[[Any], Sequence[Example]] = lambda domain: ()
     turns: Callable[[Any], Sequence[str]] = lambda domain: ()
     base: bool = False
     counterpart: bool = False

@@ -17,12 +17,12 @@ from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, kind_of, large_lengths
+from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, coarsest, kind_of, large_lengths
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
-MANY_HEADS, MANY_SEQUENCES = 257, 257  # just over 8 bits
+MANY_HEADS, MANY_SEQUENCES = 257, 259  # just over 8 bits; bf16 has not every number of the last sequences
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
@@ -116,7 +116,7 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads; over 256 sequences, packed and as a batch; and packed ones whose first and last length are the
+    These are over 256 heads; over 256 sequences in bf16, packed and as a batch; and packed ones whose first and last length are the
     mean of all. There are none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
@@ -127,7 +127,6 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         "value_dim": narrow,
         "hidden": narrow,
         "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
-        "dtype": domain.dtypes[0],
         "cached": cached,
         "state": "random" if cached else "none",
         "eps": domain.eps[0],
@@ -139,11 +138,13 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         "backward": domain.backward and not (cached and not domain.state_gradients),
     }
 
-    def case(*lengths: int, heads: int = 1, packed: bool = not domain.batched) -> LayerCase:
+    def case(*lengths: int, heads: int = 1, packed: bool = not domain.batched, dtype: str = domain.dtypes[0]) -> LayerCase:
         offsets = domain.offsets[0] if packed else "int64"
-        return LayerCase(lengths, domain.operation, packed=packed, heads=heads, value_heads=heads, offsets=offsets, **words)
+        options = {"packed": packed, "heads": heads, "value_heads": heads, "offsets": offsets, "dtype": dtype, **words}
+        return LayerCase(lengths, domain.operation, **options)
 
-    cases = [case(3, heads=MANY_HEADS), case(*(1,) * MANY_SEQUENCES, packed=True), case(*(1,) * MANY_SEQUENCES, packed=False)]
+    many, coarse = (1,) * MANY_SEQUENCES, coarsest(domain.dtypes)
+    cases = [case(3, heads=MANY_HEADS), case(*many, packed=True, dtype=coarse), case(*many, packed=False, dtype=coarse)]
     cases.append(case(*MEAN, packed=True))
     return [case for case in cases if domain.outside(case) is None]
 

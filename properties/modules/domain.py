@@ -30,7 +30,7 @@ from properties.words.domain import (
 from properties.words.lengths import MEAN, lengths, narrow
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -194,9 +194,10 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
     convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
-    packed sequences with states, four whose first and last length are the mean of all, and over 12,288 channels, or as many as
-    it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no multiples of 4, or
-    as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the domain has that.
+    packed sequences with states in bf16, four whose first and last length are the mean of all, and over 12,288 channels, or as
+    many as it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no multiples
+    of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the domain has
+    that.
     There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
@@ -217,10 +218,10 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         "beta": domain.beta,
     }
 
-    def case(*lengths: int, packed: bool = not domain.batched, **more: Any) -> ModuleCase:
+    def case(*lengths: int, packed: bool = not domain.batched, dtype: str = domain.dtypes[0], **more: Any) -> ModuleCase:
         offsets = domain.offsets[0] if packed else "int64"
         known = {name: value for name, value in {**words, **more, "packed": packed, "offsets": offsets}.items() if name in every}
-        return ModuleCase(lengths, domain.operation, dtype=domain.dtypes[0], backward=domain.backward, **known)
+        return ModuleCase(lengths, domain.operation, dtype=dtype, backward=domain.backward, **known)
 
     cases = []
     if domain.drawing.quick and domain.longest >= LONG:
@@ -231,7 +232,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     if domain.operation in CONV:
         cases += [
             case(min(5, domain.longest), width=_width_from(domain, MANY_CHANNELS)),
-            case(*unequal, packed=True),
+            case(*unequal, packed=True, dtype=coarsest(domain.dtypes)),
             case(*MEAN, packed=True),
         ]
     elif "width" in every:

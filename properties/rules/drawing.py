@@ -31,6 +31,7 @@ from properties.words.sizes import (
     MANY_TOKENS,
     MANY_TOKENS_OF_CHUNKS,
     NARROW,
+    coarsest,
     kind_of,
     kinds_of,
     large_lengths,
@@ -60,8 +61,8 @@ def crowd(domain: Domain) -> Case | None:
 def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
-    These are over 1,024 packed sequences of unequal lengths, which are over 1,024 chunks too; packed sequences whose first and
-    last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
+    These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
+    and last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
     over 256 value heads for one key head; and over 256 sequences of a batch. Where kernels are interpreted, there is a batch
     with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64;
     two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys of over 128. There are
@@ -79,7 +80,7 @@ def limits(domain: Domain) -> list[Case]:
     pair = tuple(map(up, LONG_PAIR))
     found = [
         None if quick else crowd(domain),
-        _narrow_case(domain, lengths=unequal, packed=True),
+        _narrow_case(domain, lengths=unequal, packed=True, dtype=coarsest(domain.dtypes)),
         _narrow_case(domain, lengths=tuple(step * length for length in MEAN), packed=True),
         heads(MANY, MANY),
         heads(MANY, 2 * MANY),

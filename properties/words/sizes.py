@@ -37,6 +37,14 @@ CROWD = (65, 1024)  # sequences and value heads of a batch; their product is lar
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there
 
 
+def coarsest(dtypes: Sequence[str]) -> str:
+    """Return the dtype that has the fewest whole numbers: bf16 up to 256, fp16 up to 2,048.
+
+    An implementation that counts sequences or tokens in the dtype of its tokens is wrong there first.
+    """
+    return next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), dtypes[0])
+
+
 def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise") -> Any:
     """Return the domain with sizes that follow an implementation: its chunk and algorithm, and the most tokens of a long case.
 

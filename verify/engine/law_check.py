@@ -186,7 +186,10 @@ class LawCheck:
         """Draw and run cases until one is clearly broken, then climb from those with the largest errors."""
         state, settings = self._state, self._state.settings
         examples, drawn = self._examples, settings.drawn(law)
+        begins = law.begins(state.described.domain)
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
+            if any(example in begins for example in batch):
+                self._worker.end()  # the next one starts with these
             runs = [state.run_of(law.name, example) for example in batch]
             outcomes = ask_all(runs, self._worker, state.store, state.defects)
             if any(self._counted(*pair) for pair in zip(runs, outcomes, strict=True)):
