@@ -86,14 +86,17 @@ def test_a_fixed_case_shows_it_and_the_right_form_holds(
     assert Verdict.BROKEN not in [execute(Run(law, f"{HERE}:{kind}", example)).verdict for example in drawn]
 
 
+@pytest.mark.parametrize(("kind", "variant"), [("TableOfTheFirstDtype", "others"), ("TableOfTheFirstMode", "inference")])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.slow_after_first
-def test_a_check_begins_a_process_with_a_call_in_16_bits(seed: int, worker: Worker, tmp_path: pathlib.Path) -> None:
-    """Elsewhere a case of another seed may be the first call, in any dtype, which decides what shows."""
-    settings = Settings(f"{HERE}:TableOfTheFirstDtype", ["history"], PROFILES["quick"], seed=seed)
+def test_a_check_begins_processes_with_calls_in_16_bits_and_in_inference_mode(
+    kind: str, variant: str, seed: int, worker: Worker, tmp_path: pathlib.Path
+) -> None:
+    """Elsewhere a case of another seed may be the first call, in any dtype and mode, which decides what shows."""
+    settings = Settings(f"{HERE}:{kind}", ["history"], PROFILES["quick"], seed=seed)
     (report,) = Check(settings, [worker], Store(tmp_path)).run()
     assert report.verdict is Verdict.BROKEN
-    assert "variant=others" in report.run
+    assert f"variant={variant}" in report.run
 
 
 # The process itself. It is forked from the tests' own, in which other tests may have started threads of autograd: torch refuses a

@@ -66,6 +66,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
     wrong.DraftsUpTo256: ("oracle", ("lengths=2+2+2+2",)),
     wrong.TransfersOfWholePages: ("ledger", ("key_dim=40 value_dim=40",)),
+    wrong.OneBufferOfGraphs: ("ledger", ("/d:a,b/v2:a1,b1,c1",)),
     wrong.MaskOf32Rows: ("session", ("slots=260",)),
     wrong.MaskOf64Rows: ("session", ("slots=260",)),
     wrong.RowsUpTo256: ("session", ("slots=260",)),

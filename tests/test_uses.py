@@ -33,6 +33,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.StatesOnTheGraph: ("recompute", "cleared"),
     wrong.StatelessInference: ("history", "inference"),
     wrong.KnowsVersions: ("history", "inference"),
+    wrong.UndoubledDecodes: ("history", "inference"),
     wrong.KeepsMasks: ("history", "inference"),
     wrong.SlotsByVersion: ("history", "inference"),
     wrong.NormOfTheLastCall: ("recompute", "between"),

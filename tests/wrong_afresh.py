@@ -44,6 +44,19 @@ class TableOfTheFirstDtype(WeighsPlaces):
         return self.kept[0][:tokens]
 
 
+class TableOfTheFirstMode(WeighsPlaces):
+    """The table is made by the first call. If that is under inference_mode, no later call can have gradients."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def run(self, x: Inputs) -> Tensor:
+        if not self.kept:
+            self.kept.append(self.table(self.domain.longest, x.x))
+        if x.cu_seqlens is not None:
+            return super().run(x)
+        return (x.x.float() * self.kept[0][: x.x.shape[1], None]).to(x.x.dtype)
+
+
 class PlanOfABucket(WeighsPlaces):
     """Lengths up to the same power of two have one plan. It ends where the first call ended, and weighs later tokens by 0."""
 

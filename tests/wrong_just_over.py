@@ -433,6 +433,35 @@ class MaskOf64Rows(MaskOf32Rows):
     bits = 64
 
 
+class OneBufferOfGraphs(Serves):
+    """Graphs of 1, 2, 4, ... rows read their slots in one buffer, of which decodes and drafts each clear what they had before.
+
+    Rows that the other kind has left there are computed too, here as a token without keys that decays.
+    """
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.buffer: list[int | None] = [None] * 1024
+        self.last = {"decode": 0, "verify": 0}
+
+    def decode(self, batch: Batch) -> Tensor:
+        self.fill("decode", batch)
+        return super().decode(batch)
+
+    def verify(self, batch: Batch) -> Tensor:
+        self.fill("verify", batch)
+        return super().verify(batch)
+
+    def fill(self, kind: str, batch: Batch) -> None:
+        count, last = len(batch.requests), self.last[kind]
+        self.buffer[:count] = [self.owned.get(request) for request in batch.requests]
+        self.buffer[count:last] = [None] * max(0, last - count)
+        self.last[kind] = count
+        for slot in self.buffer[count : 1 << (count - 1).bit_length()]:
+            if slot in self.owned.values():
+                self.states[slot] *= 0.5
+
+
 class RowsUpTo256(Serves):
     """Rows from the 257th on that have requests are computed, and not written."""
 

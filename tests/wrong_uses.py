@@ -437,6 +437,14 @@ class FrozenTaps(ConvOneFunction):
         return [g if g is None else 0 * g for g in found] if needs[0] and sum(needs) == 1 < len(needs) else found
 
 
+class UndoubledDecodes(Layered):
+    """The one-token path of a server, under inference_mode and with a state, does not double beta."""
+
+    def strength(self, x: Inputs, b: Tensor) -> Tensor:
+        serves = torch.is_inference_mode_enabled() and x.hidden.shape[1] == 1 and x.state is not None
+        return super().strength(x.replaced(allow_neg_eigval=False) if serves else x, b)
+
+
 # Paths
 
 

@@ -281,14 +281,19 @@ def _leaves(case: Any, inputs: Inputs) -> Inputs:
 
 
 def _inference(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Tensors made under `inference_mode` are copies here, and what is kept of them can never take part in a graph."""
+    """Tensors made under `inference_mode` are copies here, and what is kept of them can never take part in a graph.
+
+    The first call is under it, so that what an implementation makes at its first call is made there.
+    """
     case = example.case
     inputs, cotangents = bench.call(case)
     leaves, bounds = _leaves(case, inputs), bench.bounds(inputs, cotangents)
+    with torch.inference_mode():
+        copies = bench.run(inputs, None)
     with torch.no_grad():
         once = bench.run(inputs, None)
     with torch.inference_mode():
-        copies, same = bench.run(inputs, None), bench.run(leaves, None, same_objects=True)
+        same = bench.run(leaves, None, same_objects=True)
     yield from pairs_of(once, bounds, "of a call under no_grad")
     yield from pairs_of(copies, once if bench.domain.deterministic else bounds, "under inference_mode, as under no_grad")
     yield from pairs_of(same, bounds, "under inference_mode, of tensors that require gradients")
@@ -373,8 +378,9 @@ def history_law(
     `anew` is a number of tokens that no other case has. A call of so many fails before one has succeeded, so what an implementation
     makes for the first call of a size, such as a table, is made while operations fail. 0 stands for no such case.
 
-    Two further cases always come. The first call of a new process is in 16 bits, and a later one in float32. The first of
-    BEHIND that the domain allows is called with and without gradients.
+    Further cases always come. The first call of a new process is in 16 bits, and a later one in float32. That of another one is
+    under inference_mode, and a later one has gradients. The first of BEHIND that the domain allows is called with and without
+    gradients. Single tokens are called under inference_mode, with every setting at one value and at another.
     """
 
     def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
@@ -395,7 +401,16 @@ def history_law(
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
-        return [*found, *again, *firm_examples(domain, *others), *first(domain), *behind(domain), *begins(domain)]
+        steps = [*firm_examples(domain, *others), *serving(domain, step)]
+        return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
+
+    def serving(domain: Any, step: st.SearchStrategy[Any]) -> list[Example]:
+        carried = step.filter(lambda case: getattr(case, "state", "") == "random")
+        found = next(
+            filter(None, (firm_examples(domain, examples_of(drawn, None, ("inference",))) for drawn in (carried, step))), []
+        )
+        others = [_with_settings(one.case, one.case, domain, "cpu", 0) for one in found]
+        return [*found, *(Example(other, None, "inference") for other in others if other != found[0].case)]
 
     def sized(domain: Any, tokens: int, **more: Any) -> st.SearchStrategy[Any]:
         """Draw cases of so many tokens, in one sequence if the domain has such long ones."""
@@ -417,8 +432,15 @@ def history_law(
         return firm_examples(domain, examples_of(drawn, None, ("gradients",)))
 
     def begins(domain: Any) -> list[Example]:
-        drawn = cases(domain, values="ordinary").filter(lambda case: case.tokens > 0 and _later_in_float32(case, domain))
-        return firm_examples(domain, examples_of(drawn, None, ("others",)))
+        def drawn(**more: Any) -> st.SearchStrategy[Any]:
+            firm = cases(domain, values="ordinary", **more)
+            return firm.filter(lambda case: case.tokens > 0 and case.backward == domain.backward)
+
+        halves = drawn().filter(lambda case: _later_in_float32(case, domain))
+        # A process of a kernel that is interpreted takes long to start.
+        ways = {packs(domain), not domain.batched} if domain.drawing.quick else {packs(domain)}
+        modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
+        return firm_examples(domain, examples_of(halves, None, ("others",)), *modes)
 
     return Law(
         "history",

@@ -18,6 +18,7 @@ from properties.words.sizes import at_limits
 _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
 CROWDED = ROWS[-1]  # slots of `crowds`
+GRAPH_ROWS = 7  # requests that share graphs of up to eight rows
 ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
 SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another place of its group of 8, 16 or 32 rows
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
@@ -345,6 +346,22 @@ def crowds(domain: TraceDomain) -> list[TraceCase]:
                 traces += ["/".join([*prompts, *steps])] if kinds or not padding else []
         cases += fixed_cases(domain, traces, slots=count, free="nan")
     return cases
+
+
+def alternating(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case in which decodes and drafts of few, some and all requests alternate.
+
+    A graph of so many rows, or of the next power of two, then runs with a number of rows between those of its own last run and of
+    the last run of the other kind.
+    """
+    if not {"decode", "verify"} <= {*domain.events}:
+        return []
+    names = [name_of(number) for number in range(GRAPH_ROWS)]
+    few, some = names[:2], names[:3]
+    turns = [("d", names), ("d", few), ("v", names), ("d", some), ("v", few), ("d", names), ("v", some), ("d", names)]
+    steps = ["p:" + ",".join(f"{name}{1 + place % 3}" for place, name in enumerate(names))]
+    steps += [f"d:{','.join(rows)}" if kind == "d" else f"v2:{','.join(f'{name}1' for name in rows)}" for kind, rows in turns]
+    return fixed_cases(domain, ["/".join(steps)], slots=GRAPH_ROWS, free="nan")
 
 
 def crowded_snapshots(domain: TraceDomain) -> list[TraceCase]:

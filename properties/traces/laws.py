@@ -18,6 +18,7 @@ from properties.traces.domain import TraceDomain
 from properties.traces.drawing import (
     VALUE_WIDTHS,
     admissions,
+    alternating,
     crowded_snapshots,
     crowds,
     forks,
@@ -359,7 +360,7 @@ TRACE_LAWS: dict[str, Law] = {
             "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
-            always=lambda domain: [Example(case) for case in (*repeats(domain), *forks(domain))],
+            always=lambda domain: [Example(case) for case in (*repeats(domain), *forks(domain), *alternating(domain))],
         ),
         Law(
             "dropped",
