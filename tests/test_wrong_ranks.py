@@ -9,6 +9,7 @@ from properties.paths.domain import PathDomain
 from properties.paths.laws import PATH_LAWS
 from properties.words.example import Example
 from tests import wrong_ranks as paths
+from tests.drawn import in_a_check
 from verify.adapters.base import PathAdapter
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
@@ -61,6 +62,16 @@ def test_the_law_parallel_sees_it(mutant: type[PathAdapter]) -> None:
     broken = next((outcome for outcome in outcomes if outcome.verdict is Verdict.BROKEN), None)
     assert broken is not None
     assert {finding.port for finding in broken.findings} & SHOWN[mutant]
+
+
+@pytest.mark.slow_after_first
+def test_the_law_earlier_sees_results_that_a_later_step_changes() -> None:
+    kind = paths.BuffersOfGradients
+    examples = [example for example in in_a_check("earlier", kind.domain, 0) if example.case.dtype == "fp32"]
+    broken = [example for example in examples if run(kind, "earlier", example).verdict is Verdict.BROKEN]
+    assert {example.variant for example in broken} == {"others"}
+    for example in broken:
+        assert {run(right, "earlier", example).verdict for right in (paths.RuleThatSteps, paths.SaysItsBuffers)} == {Verdict.HOLDS}
 
 
 @pytest.mark.parametrize("mutant", ONLY)

@@ -76,10 +76,10 @@ class BatchesUpTo128(Chunkwise):
         return super().initial(x, row % self._most if x.cu_seqlens is None else row)
 
 
-class BatchesOf9Bits(BatchesUpTo128):
-    """Rows of a batch from the 513th on begin from the states of the first ones."""
+class BatchesOf10Bits(BatchesUpTo128):
+    """Rows of a batch from the 1,025th on begin from the states of the first ones."""
 
-    _most = 512
+    _most = 1024
 
 
 class SecondLongOfABatch(Chunkwise):
@@ -545,6 +545,13 @@ class ConvStatesOf10Bits(Conv):
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, row if x.cu_seqlens is None else row % 1024)
+
+
+class ConvBatchesOf10Bits(Conv):
+    """Row 1,024 of a batch begins from the state of the first one, and so on."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row % 1024 if x.cu_seqlens is None else row)
 
 
 class ConvNumbersInBf16(NumbersOfSequences, Conv):

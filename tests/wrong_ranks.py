@@ -255,6 +255,23 @@ class GatesNotSummed(RuleThatSteps):
         return gradient if name in ("A_log", "dt_bias") else super()._added_up(name, gradient, place)
 
 
+class BuffersOfGradients(RuleThatSteps):
+    """Gradients lie in buffers that the next step fills again, so the caller's change."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def _added_up(self, name: str, gradient: Tensor, place: Place) -> Tensor:
+        key = (name, place.cp.rank, gradient.shape)
+        return self._buffers.setdefault(key, torch.empty_like(gradient)).copy_(super()._added_up(name, gradient, place))
+
+
+class SaysItsBuffers(BuffersOfGradients):
+    """Not wrong: the same, which says that later steps change what a step returned."""
+
+    domain = dataclasses.replace(RuleThatSteps.domain, keeps_outputs=False)
+
+
 class GatesSummedTwice(RuleOnRanks):
     """The gradients of A_log and dt_bias are added over CP ranks before the caller adds them."""
 

@@ -194,10 +194,10 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
     convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
-    packed sequences with states in bf16, four whose first and last length are the mean of all, and over 12,288 channels, or as
-    many as it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no multiples
-    of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the domain has
-    that.
+    packed sequences with states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all,
+    and over 12,288 channels, or as many as it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in
+    numbers that are no multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that
+    is returned if the domain has that.
     There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
@@ -234,6 +234,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             case(min(5, domain.longest), width=_width_from(domain, MANY_CHANNELS)),
             case(*unequal, packed=True, dtype=coarsest(domain.dtypes)),
             case(*MEAN, packed=True),
+            case(*(1,) * MANY_SEQUENCES, packed=False),
         ]
     elif "width" in every:
         wide = [_width_from(domain, least) for least in UNEVEN]

@@ -300,7 +300,8 @@ def skipped(bench: PathBench, example: Example) -> Iterator[Pair]:
 def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     """Judge a call that comes after other calls on the same ranks, as if it came first.
 
-    - `others`: a call with other numbers and its sequences in another order before, then calls of other shapes and another dtype.
+    - `others`: a call with other numbers and its sequences in another order before, and again, which must not change what the call
+      returned. Then calls of other shapes and another dtype.
     - `refill`: the tensors of a call get the numbers of another call in place. Offsets do only with `refills=True`.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, then the same tensors with gradients.
@@ -342,6 +343,9 @@ def earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
     else:
         results = bench.run(inputs, cotangents)
     yield from _judged(bench, results, bounds, _AFTER[example.variant or ""])
+    if example.variant == "others":
+        bench.run(*_call(first), case=first)
+        yield from _judged(bench, results, bounds, "read after a later call")
     if example.variant == "others" and (others := _other_kinds(bench.domain, case)):
         for _, other in others:
             bench.run(*_call(other), case=other)

@@ -43,7 +43,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY = 257  # heads, just over usual limits
-MANY_ROWS, MANY_OF_A_KEY = 513, 257  # sequences of a batch, just over 9 bits, and value heads of a key head, just over 8
+MANY_ROWS, MANY_OF_A_KEY = 1030, 257  # sequences of a batch, just over 1,024, and value heads of a key head, just over 8 bits
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
@@ -63,7 +63,7 @@ def limits(domain: Domain) -> list[Case]:
 
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
     and last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
-    over 256 value heads for one key head; and over 256 sequences of a batch. Where kernels are interpreted, there is a batch
+    over 256 value heads for one key head; and over 1,024 sequences of a batch. Where kernels are interpreted, there is a batch
     with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64;
     two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys of over 128. There are
     none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile for few widths.

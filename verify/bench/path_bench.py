@@ -263,7 +263,8 @@ class RankBench(WatchedBench):
             if gradient is not None and gradient.shape != call.leaves[name].shape:
                 what = f"has shape {tuple(gradient.shape)}, must have {tuple(call.leaves[name].shape)}"
                 raise AdapterFault(gradient_name(name), FailureKind.SHAPE, what)
-        return self._checked(y, call)[1], list(named.values())
+        kept = self.domain.keeps_outputs
+        return self._checked(y, call)[1], [x if x is None or kept else x.detach().clone() for x in named.values()]
 
     def _arguments(self, shared: SharedCall, leaves: Results, others: dict[str, Any]) -> Inputs:
         """What the adapter gets."""
