@@ -26,6 +26,7 @@ from properties.laws.law import (
     either,
     examples_of,
     firm_examples,
+    firm_with_states,
     pairs_of,
     present,
     with_others,
@@ -405,10 +406,7 @@ def history_law(
         return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
 
     def serving(domain: Any, step: st.SearchStrategy[Any]) -> list[Example]:
-        carried = step.filter(lambda case: getattr(case, "state", "") == "random")
-        found = next(
-            filter(None, (firm_examples(domain, examples_of(drawn, None, ("inference",))) for drawn in (carried, step))), []
-        )
+        found = firm_with_states(domain, step, "inference")
         others = [_with_settings(one.case, one.case, domain, "cpu", 0) for one in found]
         return [*found, *(Example(other, None, "inference") for other in others if other != found[0].case)]
 

@@ -242,6 +242,13 @@ def firm_examples(domain: Any, *strategies: st.SearchStrategy[Example]) -> list[
     return found
 
 
+def firm_with_states(domain: Any, cases: st.SearchStrategy[Any], *variants: str) -> list[Example]:
+    """Return a firm example of each variant, with random initial states if such cases are drawn."""
+    carried = cases.filter(lambda case: getattr(case, "state", "") == "random")
+    tries = (firm_examples(domain, *(examples_of(drawn, None, (one,)) for one in variants)) for drawn in (carried, cases))
+    return next(filter(None, tries), [])
+
+
 def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:
     """Return examples of every variant that a case has, about equally often also where Hypothesis repeats parts of an example."""
 

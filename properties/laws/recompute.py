@@ -4,6 +4,7 @@ A variant is one way. Two of them are about what few kernels support, second der
 error is right too, because the caller then knows.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from properties.laws.law import (
     all_variants,
     examples_of,
     firm_examples,
+    firm_with_states,
     pairs_of,
     present,
     with_others,
@@ -41,6 +43,8 @@ SAME = {  # ways that give what a plain call gives, and what a report says of th
 }
 DENSE = "with saved tensors moved to the CPU and back, contiguous"
 LAST_BUT_ONE = "of the last call but one of those between"
+PACKED = ("between", "offloaded", "checkpoint")  # these always have packed sequences, whose order then shows
+UNSORTED = (3, 7, 2)  # lengths of sequences, neither the shortest nor the longest first
 VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
 SHARE, SHARE_OF_HALVES = 0.02, 0.5  # of the largest row, that a derivative along a direction may be off by; a lost part is more
@@ -280,15 +284,20 @@ def recompute_law(
         if not domain.backward:
             return []
         apart = [explicit(domain).filter(lambda case: case.tokens > 1 and lacks(case, "frozen") is None)] if explicit else []
-        return [*precise(domain), *firm_examples(domain, *(examples_of(drawn, None, ("frozen",)) for drawn in apart))]
+        frozen = firm_examples(domain, *(examples_of(drawn, None, ("frozen",)) for drawn in apart))
+        return [*precise(domain), *frozen, *(unsorted(domain) if domain.packed else [])]
 
     def precise(domain: Any) -> list[Example]:
         if "fp32" not in domain.dtypes:
             return []
         drawn = cases(domain).filter(lambda case: case.dtype == "fp32" and case.tokens > 1 and lacks(case, "second") is None)
-        moved = drawn.filter(lambda case: case.packed and len(case.lengths) > 1 and max(case.lengths) > 4)
-        crowded = firm_examples(domain, examples_of(moved, None, ("between",))) if domain.packed else []
-        return [*firm_examples(domain, examples_of(drawn, None, ("second",))), *crowded]
+        return firm_examples(domain, examples_of(drawn, None, ("second",)))
+
+    def unsorted(domain: Any) -> list[Example]:
+        lengths = tuple(domain.length_step * length for length in UNSORTED)
+        drawn = cases(domain).filter(lambda case: case.packed and case.backward)
+        drawn = drawn.map(lambda case: dataclasses.replace(case, lengths=lengths)).filter(lambda case: domain.outside(case) is None)
+        return firm_with_states(domain, drawn, *PACKED)
 
     return Law(
         "recompute",
@@ -303,5 +312,5 @@ def recompute_law(
         always=firm,  # `precise` too, because in bf16 a derivative may be off by half of its largest row
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
-        few=len(VARIANTS) + (2 if explicit else 1),  # each variant, and those that come twice
+        few=len(VARIANTS) + (2 if explicit else 1) + len(PACKED),  # each variant, and those that come twice
     )
