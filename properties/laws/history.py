@@ -371,10 +371,8 @@ def _lacks(case: Any, variant: str | None) -> str | None:
     return "backward=yes" if variant == "gradients" and not case.backward else None
 
 
-def history_law(
-    cases: Cases, about: tuple[str, ...] = (), packs: Callable[[Any], bool] = lambda domain: domain.packed, anew: int = 0
-) -> Law:
-    """Return the law for a book whose cases `cases(domain, **fixed)` draws. `packs` says whether a domain has packed cases.
+def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law:
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws.
 
     `anew` is a number of tokens that no other case has. A call of so many fails before one has succeeded, so what an implementation
     makes for the first call of a size, such as a table, is made while operations fail. 0 stands for no such case.
@@ -390,15 +388,15 @@ def history_law(
 
     def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
         kinds = [_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)]
-        return either(kinds + [crowds(domain)] * (packs(domain) and domain.refills))
+        return either(kinds + [crowds(domain)] * (domain.packs and domain.refills))
 
     def always(domain: Any) -> list[Example]:
-        kinds = [crowds(domain, values="ordinary")] * (packs(domain) and domain.refills)
-        plain = cases(domain, values="ordinary", packed=packs(domain)).filter(
-            lambda case: case.tokens > 0 and case.backward == domain.backward and getattr(case, "state", "random") == "random"
+        kinds = [crowds(domain, values="ordinary")] * (domain.packs and domain.refills)
+        plain = cases(domain, values="ordinary", packed=domain.packs).filter(
+            lambda case: case.tokens > 0 and case.backward == domain.backward and (case.state == "random" or not domain.carries)
         )
         step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
-        packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * packs(domain)
+        packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * domain.packs
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
@@ -415,8 +413,8 @@ def history_law(
         size = min(tokens, domain.longest or tokens) // domain.length_step * domain.length_step
         if not size:
             return st.nothing()
-        lengths = (size,) * (-(-tokens // size) if packs(domain) else 1)
-        drawn = cases(domain, packed=packs(domain), **more).map(lambda case: dataclasses.replace(case, lengths=lengths))
+        lengths = (size,) * (-(-tokens // size) if domain.packs else 1)
+        drawn = cases(domain, packed=domain.packs, **more).map(lambda case: dataclasses.replace(case, lengths=lengths))
         return drawn.filter(lambda case: domain.outside(case) is None)
 
     def first(domain: Any) -> list[Example]:
@@ -436,7 +434,7 @@ def history_law(
 
         halves = drawn().filter(lambda case: _later_in_float32(case, domain))
         # A process of a kernel that is interpreted takes long to start.
-        ways = {packs(domain), not domain.batched} if domain.drawing.quick else {packs(domain)}
+        ways = {domain.packs, not domain.batched} if domain.drawing.quick else {domain.packs}
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
         return firm_examples(domain, examples_of(halves, None, ("others",)), *modes)
 
@@ -469,7 +467,7 @@ def _drawn(domain: Any, cases: Cases, kind: str) -> st.SearchStrategy[Example]:
     if kind == "gradients":  # a layer whose states carry no gradients has cases without backward too
         anything = anything.filter(lambda case: case.backward)
     choices = [examples_of(anything, None, (kind,))]
-    if kind in ("others", "refill", "freed", "failed") and domain.packed:
+    if kind in ("others", "refill", "freed", "failed") and domain.packs:
         choices.append(examples_of(cases(domain, packed=True, sequences=(2, 3)), None, (kind,)))
     if kind in AT_ONCE and domain.backward:  # calls without a backward may take another branch, with a workspace of its own
         choices.append(examples_of(cases(domain, backward=False), None, (kind,)))

@@ -243,10 +243,9 @@ def firm_examples(domain: Any, *strategies: st.SearchStrategy[Example]) -> list[
 
 
 def firm_with_states(domain: Any, cases: st.SearchStrategy[Any], *variants: str) -> list[Example]:
-    """Return a firm example of each variant, with random initial states if such cases are drawn."""
-    carried = cases.filter(lambda case: getattr(case, "state", "") == "random")
-    tries = (firm_examples(domain, *(examples_of(drawn, None, (one,)) for one in variants)) for drawn in (carried, cases))
-    return next(filter(None, tries), [])
+    """Return a firm example of each variant, with random initial states if the domain has states."""
+    drawn = cases.filter(lambda case: case.state == "random") if domain.carries else cases
+    return firm_examples(domain, *(examples_of(drawn, None, (variant,)) for variant in variants))
 
 
 def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:

@@ -285,7 +285,7 @@ def recompute_law(
             return []
         apart = [explicit(domain).filter(lambda case: case.tokens > 1 and lacks(case, "frozen") is None)] if explicit else []
         frozen = firm_examples(domain, *(examples_of(drawn, None, ("frozen",)) for drawn in apart))
-        return [*precise(domain), *frozen, *(unsorted(domain) if domain.packed else [])]
+        return [*precise(domain), *frozen, *(unsorted(domain) if domain.packs else [])]
 
     def precise(domain: Any) -> list[Example]:
         if "fp32" not in domain.dtypes:

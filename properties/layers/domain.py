@@ -102,6 +102,10 @@ class LayerDomain(AnyDomain):
         check_whole("widths", self.widths, MOST_WIDTH)
         check_whole("conv_widths", self.conv_widths, MAX_CONV_WIDTH)
 
+    @property
+    def carries(self) -> bool:
+        return self.caches
+
     def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
         """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         return (

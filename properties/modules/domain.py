@@ -152,6 +152,14 @@ class ModuleDomain(AnyDomain):
         """The regimes of values with no larger numbers."""
         return tuple(values for values in VALUES if values not in LARGEST[LARGEST.index(self.largest_values) + 1 :])
 
+    @property
+    def packs(self) -> bool:
+        return self.packed and self.operation in CONV
+
+    @property
+    def carries(self) -> bool:
+        return self.initial_state and self.operation in CONV
+
     def has_width(self, width: int) -> bool:
         """Whether the width may be this one."""
         return width in self.fixed_widths if self.fixed_widths else inside(width, self.widths, self.width_step)

@@ -176,13 +176,9 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
 
 
-def _packs(domain: ModuleDomain) -> bool:
-    return domain.packed and "packed" in words_of(domain.operation)
-
-
 def _strided(domain: ModuleDomain) -> st.SearchStrategy[Example]:
     """Return cases in every view, some with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=_packs(domain))
+    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packs)
     choices = {
         "far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6)),
         "far_tokens": module_cases(domain, longest=12, total=12, sequences=(1, 2)),
@@ -437,7 +433,7 @@ MODULE_LAWS: dict[str, Law] = {
             ("l2norm",),
         ),
         common_laws.memory_law(_small, about=EVERY),
-        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY, packs=_packs),
+        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY),
         recompute_law(_calm, _calm_lacks, about=EVERY),
         _law(
             "strides",
@@ -449,7 +445,7 @@ MODULE_LAWS: dict[str, Law] = {
             variants=(*VIEWS, *FAR),
             lacks=common_laws.lacks_view,
             outside=common_laws.outside_views,
-            always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=_packs(domain)),
+            always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=domain.packs),
         ),
         common_laws.pure_law(_small, about=EVERY),
     )

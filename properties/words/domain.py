@@ -97,6 +97,16 @@ class AnyDomain(_Usual):
         """What is promised about the tensors of one call: this domain, or that of a pool's rule."""
         return self
 
+    @property
+    def packs(self) -> bool:
+        """Whether a call may have packed sequences."""
+        return getattr(self, "packed", False)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a call may have initial states."""
+        return False
+
     def check_fields(self, *, operations: Sequence[str] = ()) -> None:
         """Raise ValueError for a field outside its choices, or unless `packed` or `batched` is True."""
         operations = operations or self.CASE.CHOICES["operation"]
