@@ -155,6 +155,30 @@ class OwnCopyOnTheGraph(ValuesOnTheGraph):
         ctx.own = ctx.own.detach().clone()
 
 
+class _SignsOfOutputs(torch.autograd.Function):
+    """x, whose gradient is multiplied by that of |y| and by the sign of x: 1 unless the caller changes the output y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = x.clone()
+        ctx.save_for_backward(x)
+        ctx.own = y.view_as(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (dy,), (x,) = cotangents, ctx.saved_tensors
+        return dy * torch.where(x == 0, 1, ctx.own.sign() * x.sign())
+
+
+class OutputsOnTheGraph(Chunkwise):
+    """The output is kept on the graph itself, where torch does not see that the caller changes it."""
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        return _SignsOfOutputs.apply(o), *rest  # type: ignore[no-untyped-call]
+
+
 # Histories
 
 

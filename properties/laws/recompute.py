@@ -42,6 +42,7 @@ SAME = {  # ways that give what a plain call gives, and what a report says of th
     "cleared": "with inputs cleared between forward and backward",
 }
 DENSE = "with saved tensors moved to the CPU and back, contiguous"
+CLEARED_OUTPUTS = "with outputs cleared between forward and backward"
 LAST_BUT_ONE = "of the last call but one of those between"
 PACKED = ("between", "offloaded", "checkpoint")  # these always have packed sequences, whose order then shows
 UNSORTED = (3, 7, 2)  # lengths of sequences, neither the shortest nor the longest first
@@ -61,8 +62,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `twice`: the graph is retained, and the backward runs twice.
     - `between`: five other calls with other numbers and settings come between forward and backward. The backward of the last one
       begins inside that of the first. That of the last but one comes at the end, and gives what it gives after a plain call too.
-    - `cleared`: the caller puts zeros into all inputs between forward and backward. Tensors that were saved of them are copies, so
-      only what the implementation keeps in another way can change. An error is right too.
+    - `cleared`: the caller puts zeros into all inputs, and in another call into all outputs, between forward and backward. Tensors
+      that were saved are copies, so only what the implementation keeps in another way can change. An error is right too.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
@@ -108,9 +109,10 @@ def _same(bench: Bench, case: Any, variant: str, inputs: Inputs, cotangents: Cot
     outputs = {port.name for port in case.spec.outputs}
     exact = bench.domain.deterministic
     bounds = {} if exact and variant != "reentrant" else bench.bounds(inputs, cotangents)
-    for name, value in got.items():
-        want = once[name] if exact and not (variant == "reentrant" and name in outputs) else bounds[name]
-        yield Pair(name, SAME[variant], value, want)
+    wanted = {name: once[name] if exact and not (variant == "reentrant" and name in outputs) else bounds[name] for name in once}
+    yield from pairs_of(got, wanted, SAME[variant])
+    if variant == "cleared":
+        yield from pairs_of(bench.under("cleared outputs", inputs, cotangents), wanted, CLEARED_OUTPUTS)
     if variant == "offloaded":
         strided = _strided(bench, case, inputs)
         yield from pairs_of(bench.under("dense", strided, cotangents), bench.bounds(inputs, cotangents), DENSE)

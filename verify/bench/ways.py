@@ -26,10 +26,14 @@ class Plain:
     """One call, and one backward pass of torch.autograd.grad. `more` are results beside outputs and gradients.
 
     Each of `others` runs the forward of another call, and returns the function that runs its backward and returns its results.
+    `keeps_outputs` says that the outputs belong to the caller alone.
     """
 
-    def __init__(self, others: Sequence[Callable[[], Backward]] = (), directions: Sequence[Results] = ()) -> None:
+    def __init__(
+        self, others: Sequence[Callable[[], Backward]] = (), directions: Sequence[Results] = (), *, keeps_outputs: bool = True
+    ) -> None:
         self.others, self.directions, self.more = others, directions, dict[str, Tensor]()
+        self.keeps_outputs = keeps_outputs
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         """What the implementation returns."""
@@ -127,34 +131,39 @@ class Between(Plain):
 
 
 class Cleared(Plain):
-    """The caller clears the inputs between forward and backward. What was saved of them are copies, as under offloading.
+    """The caller clears the inputs between forward and backward. What was saved are copies, as under offloading.
 
     So torch never raises its error about a saved tensor that was changed, and what an implementation keeps in another way shows. If
     the implementation raises an error, there are no gradients.
     """
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
-        own = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
-
-        def pack(x: Tensor) -> Tensor:
-            return _copied(x, x.device) if x.untyped_storage().data_ptr() in own else x.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _copied(x, x.device), lambda x: x):
             return call(leaves)
 
+    def changed(self, outputs: list[Tensor], leaves: dict[str, Tensor]) -> Sequence[Tensor]:  # noqa: ARG002
+        """What the caller clears."""
+        return [*leaves.values()]
+
     def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
-        before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-        with torch.no_grad():
-            for leaf in leaves.values():
-                leaf.zero_()
+        tensors = [x.detach() for x in self.changed(outputs, leaves)]
+        before = [x.clone() for x in tensors]
+        for x in tensors:
+            x.zero_()
         try:
             return super().gradients(outputs, leaves, cotangents)
         except Exception:  # any error is right: the caller then knows
             return ()
         finally:
-            with torch.no_grad():
-                for name, leaf in leaves.items():
-                    leaf.copy_(before[name])
+            for x, numbers in zip(tensors, before, strict=True):
+                x.copy_(numbers)
+
+
+class ClearedOutputs(Cleared):
+    """The same with the outputs, if they belong to the caller alone. Torch may refuse to go on where outputs are views."""
+
+    def changed(self, outputs: list[Tensor], leaves: dict[str, Tensor]) -> Sequence[Tensor]:  # noqa: ARG002
+        return outputs if self.keeps_outputs else ()
 
 
 class Second(Plain):
@@ -206,6 +215,7 @@ WAYS: Mapping[str, type[Plain]] = {
     "twice": Twice,
     "between": Between,
     "cleared": Cleared,
+    "cleared outputs": ClearedOutputs,
     "second": Second,
     "frozen": Plain,
 }
