@@ -19,6 +19,7 @@ OTHERS = 3  # examples of the law that are drawn, with which the implementation 
 # The law that shows each of them, and what the lines have that show it: of the cases of a check at fixed places, no other does.
 SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.SequencesOf11Bits: ("recall", ("lengths=1+2+3+1+2+3",)),
     wrong.NumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.ConvNumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.LayerNumbersInBf16: ("oracle", ("1+1+1 packed=yes", "1+1+1 key_dim")),
@@ -37,6 +38,11 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
     wrong.FreshUpTo1024: ("oracle", ("fresh=some",)),
+    wrong.SinglesAreAccepted: ("oracle", ("lengths=1+1+1 ",)),
+    wrong.NothingToDo: ("oracle", ("lengths=0+0",)),
+    wrong.WholeDraftsAtBlockEnds: ("session", ("/p:a124,b124,c124",)),
+    wrong.WholeDraftsAtEndsOf64: ("session", ("p:a62,b62,c62",)),
+    wrong.FreesByPrefix: ("ledger", ("p:a64,ab64",)),
     wrong.AcceptedUpTo64: ("oracle", ("lengths=2+2+2+2",)),
     wrong.PoolHeadsOf7Bits: ("oracle", ("heads=257 value_heads=514", "lengths=1 value_heads=257")),
     wrong.RowsUpTo128: ("session", ("slots=260",)),
@@ -132,5 +138,5 @@ def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) 
 @pytest.mark.slow
 def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
     examples = fixed(wrong.FewSlots, "session")
-    assert [example.case.slots for example in examples] == [26, 4, 6, 3, 5, 5, 5, 5]
+    assert [example.case.slots for example in examples] == [26, 4, 6, 4, 4, 3, 5, 5, 6, 5, 5]
     assert {verdict_of(f"{HERE}:FewSlots", "session", example) for example in examples} == {Verdict.HOLDS}

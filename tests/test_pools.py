@@ -161,7 +161,7 @@ REFUSED = {
     "lengths=1 spare=70000": r"spare must be in 0\.\.65536, got 70000",
     "lengths=1 padded=some": "padded=some needs two requests or more, got 1",
     "lengths=1 fresh=some": "fresh=some needs two requests or more, got 1",
-    "lengths=1+1 accepted=any": "accepted=any needs a request of two tokens or more, got 1",
+    "lengths=0+0 accepted=any": "accepted=any needs a request with a token, got none",
     "lengths=1+1 accepted=some": "accepted=some needs a request of two tokens or more, got 1",
     "lengths=1+2": "lengths must all be equal unless packed=yes, got 1\\+2",
     "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",

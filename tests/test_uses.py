@@ -31,6 +31,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.NoLossOfStates: ("recompute", "one_output"),
     wrong.ValuesOnTheGraph: ("recompute", "cleared"),
     wrong.StatesOnTheGraph: ("recompute", "cleared"),
+    wrong.KeepsTheFirstCotangent: ("recompute", "twice"),
     wrong.OutputsOnTheGraph: ("recompute", "cleared"),
     wrong.StatelessInference: ("history", "inference"),
     wrong.KnowsVersions: ("history", "inference"),

@@ -36,6 +36,13 @@ class EqualPast1024(Chunkwise):
         return [*found[:first], *itertools.pairwise(cuts)]
 
 
+class SequencesOf11Bits(Chunkwise):
+    """Packed sequence 2,048 begins from the state of the first one, and so on."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row if x.cu_seqlens is None else row % 2048)
+
+
 class NumbersOfSequences:
     """A base: the numbers of sequences are in the dtype of the tokens, and the state of a sequence is that of its number."""
 
@@ -259,6 +266,20 @@ class AcceptedOfWholeTiles(Serving):
         return tokens if x.accepted is not None and count and not count % 64 else count
 
 
+class SinglesAreAccepted(Serving):
+    """In a batch of single tokens, one that is rejected is kept all the same."""
+
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        return 1 if tokens == 1 and x.cu_seqlens is None else super().accepted_count(x, request, tokens)
+
+
+class NothingToDo(Serving):
+    """A call without tokens returns at once, so that requests which begin keep what their slots had."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x) if x.v.shape[:2].numel() else (torch.zeros_like(x.v), x.pool)
+
+
 class AcceptedUpTo64(Serving):
     """Requests from the 65th on keep all of their tokens."""
 
@@ -480,6 +501,49 @@ class AdmitsUpTo256(Serves):
         self.admitted += 1
         if self.admitted <= 256:
             super().clear(slot)
+
+
+class WholeDraftsAtBlockEnds(Serves):
+    """If the accepted part of a draft ends where a block of 128 tokens ends, the whole draft is kept."""
+
+    _block: ClassVar[int] = 128
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.batch: Batch | None = None
+
+    def verify(self, batch: Batch) -> Tensor:
+        self.batch = batch
+        return super().verify(batch)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        assert self.batch is not None
+        ends = [start + count for start, count in zip(self.batch.starts, accepted, strict=True)]
+        rows = zip(accepted, self.batch.lengths, ends, strict=True)
+        super().commit([length if count and not end % self._block else count for count, length, end in rows])
+
+
+class WholeDraftsAtEndsOf64(WholeDraftsAtBlockEnds):
+    """The same at the ends of blocks of 64 tokens that end no block of 128."""
+
+    _block = 64
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        assert self.batch is not None
+        starts = zip(self.batch.starts, accepted, strict=True)
+        if any((start + count) % 128 == 64 for start, count in starts):
+            super().commit(accepted)
+        else:
+            Serves.commit(self, accepted)
+
+
+class FreesByPrefix(Serves):
+    """A request that leaves takes with it the snapshots of all whose names begin with its name."""
+
+    def free(self, request: str) -> None:
+        super().free(request)
+        for owner in [name for name in self.owned if name.startswith(request) and name.endswith("@")]:
+            self.give(self.owned.pop(owner))
 
 
 class LeaksForkedSnapshots(Serves):

@@ -112,6 +112,28 @@ class AnyLoss(NoLossOfOutputs):
         return Recomputes.back(self, x, names, tensors, cotangents)
 
 
+class _FirstCotangent(torch.autograd.Function):
+    """x, whose backward keeps its first cotangent on the graph and takes it for that of the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.first = None
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        ctx.first = cotangents[0] if ctx.first is None else ctx.first
+        return ctx.first  # type: ignore[no-any-return]
+
+
+class KeepsTheFirstCotangent(Chunkwise):
+    """A second backward of the same graph gets the cotangent of the first."""
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        return _FirstCotangent.apply(o), *rest  # type: ignore[no-untyped-call]
+
+
 class ValuesOnTheGraph(Recomputes):
     """One input is kept on the graph itself, where torch does not see that the caller changes it."""
 

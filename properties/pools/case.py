@@ -101,8 +101,10 @@ class PoolCase(Line):
         for name in ("padded", "fresh"):
             if getattr(self, name) == "some" and len(self.lengths) < 2:
                 raise ValueError(f"{name}=some needs two requests or more, got {len(self.lengths)}")
-        if self.accepted != "all" and max(self.lengths) < 2:
-            raise ValueError(f"accepted={self.accepted} needs a request of two tokens or more, got {max(self.lengths)}")
+        if self.accepted == "some" and max(self.lengths) < 2:
+            raise ValueError(f"accepted=some needs a request of two tokens or more, got {max(self.lengths)}")
+        if self.accepted == "any" and not self.tokens:
+            raise ValueError("accepted=any needs a request with a token, got none")
 
     def __str__(self) -> str:
         return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line

@@ -199,9 +199,10 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
     These are over 1,024 requests of one token in a pool of over 65,535 slots, of which in another case some begin; over 256
-    requests of two tokens, of which some keep a part; requests of over 128 tokens, of which one keeps so many, and of over 64,
-    of which one keeps exactly these; over 256 heads, with several value heads for each key head; and over 256 value heads for
-    one key head. There are none if the check draws no large cases, and on a GPU.
+    requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens, of
+    which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
+    over 256 heads, with several value heads for each key head; and over 256 value heads for one key head. There are none if the
+    check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -227,6 +228,8 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
+        PoolCase((1, 1, 1), accepted="any", **words),
+        PoolCase((0, 0), fresh="some", free="nan", **words),
         PoolCase((1,), heads=MANY_HEADS, value_heads=value_heads, **words),
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
         *_long_drafts(domain, words),

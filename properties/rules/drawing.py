@@ -43,6 +43,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY = 257  # heads, just over usual limits
+MOST_SEQUENCES = 4100  # packed, just over 12 bits; a backward of so many would take 8 s
 MANY_ROWS, MANY_OF_A_KEY = 1030, 257  # sequences of a batch, just over 1,024, and value heads of a key head, just over 8 bits
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
@@ -102,13 +103,18 @@ def limits(domain: Domain) -> list[Case]:
 def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    These are the crowd of `crowd`; a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also of over 65,535; and
-    one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it may have indices
-    that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many take 2 s.
+    These are the crowd of `crowd`; over 4,096 packed sequences in bf16; a sequence of over 1,024 chunks and 32,767 tokens, in
+    chunks of 64 also of over 65,535; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is
+    too large, but it may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token
+    by token, so many take 2 s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
     found = [crowd(domain) if domain.drawing.quick else None]
+    if domain.drawing.quick:
+        many = tuple(domain.most(place % 3 + 1) for place in range(MOST_SEQUENCES))
+        # With one key channel each token would replace the whole initial state, which then does not show.
+        found.append(_narrow_case(domain, 2, lengths=many, packed=True, dtype=coarsest(domain.dtypes)))
     if tokens:
         packed = (-(-MANY_TOKENS_OF_CHUNKS // step) * step, domain.most(3 * step))
         found += [_narrow_case(domain, **words), _narrow_case(domain, lengths=packed, packed=True)]

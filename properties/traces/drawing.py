@@ -18,6 +18,7 @@ from properties.words.sizes import at_limits
 _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
 CROWDED = ROWS[-1]  # slots of `crowds`
+USUAL_BLOCK = 256  # tokens: a multiple of blocks of 16, 32, 64 and 128
 GRAPH_ROWS = 7  # requests that share graphs of up to eight rows
 ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
 SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another place of its group of 8, 16 or 32 rows
@@ -431,11 +432,33 @@ def long_requests(domain: TraceDomain) -> list[TraceCase]:
     return fixed_cases(domain, ["/".join([*steps, after, after])], slots=6)
 
 
+def block_ends(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case of drafts whose accepted tokens end just below, at and just over the end of a block, and one wholly at it.
+
+    In plain torch the end is a multiple of all usual blocks, up to those of 256 tokens, and in another case of the domain's.
+    """
+    if "verify" not in domain.events or domain.most_drafts < 2:
+        return []
+    drafts, cases = min(4, domain.most_drafts), []
+    for block in dict.fromkeys((USUAL_BLOCK if domain.drawing.quick else domain.block, domain.block)):
+        before = [block - 2, block - 2, block - 2, block - drafts]
+        part = max(1, min(block, domain.most_tokens))
+        steps = [
+            "p:" + ",".join(f"{name}{min(part, count - done)}" for name, count in zip("abcd", before, strict=True) if count > done)
+            for done in range(0, max(before), part)
+        ]
+        accepted = [min(count, drafts) for count in (1, 2, 3)]
+        draft = f"v{drafts}:" + ",".join(f"{name}{count}" for name, count in zip("abcd", (*accepted, drafts), strict=True))
+        cases += fixed_cases(domain, ["/".join([*steps, draft, _token(domain, "abcd")])], slots=4) if block > drafts else []
+    return cases
+
+
 def forks(domain: TraceDomain) -> list[TraceCase]:
     """Return cases in which a request begins from a snapshot or from another request.
 
-    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part. In one,
-    requests leave from which others began, and new ones get their slots before the others go on.
+    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part, and in one
+    a request leaves whose name begins the name of its owner. In one, requests leave from which others began, and new ones get their
+    slots before the others go on.
     """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     token, cases = _token(domain, ["b"]), []
@@ -445,6 +468,8 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
         cases += fixed_cases(domain, [f"{snapshot}/k:b<a@/{snapshot}/{token}"], slots=5, snapshots=every, aligned=aligned)
         parts = f"p:a{every - 1}/p:a1/k:b<a@/{token}"
         cases += fixed_cases(domain, [parts], slots=5, snapshots=every, aligned="request", width=max(domain.widths))
+        prefix = f"p:a{every},ab{every}/f:a/k:b<ab@/{token}" if "free" in domain.events else ""
+        cases += fixed_cases(domain, [prefix] * bool(prefix), slots=6, snapshots=every, aligned=aligned)
     if "fork" in domain.events:
         leave = "r:a" if "preempt" in domain.events else "f:a"
         cases += fixed_cases(domain, [f"p:a5,c4/k:b<a/k:d<c/{leave}/f:c/p:e3,f2/{_token(domain, ['b', 'd'])}"], slots=5)

@@ -19,6 +19,7 @@ from properties.traces.drawing import (
     VALUE_WIDTHS,
     admissions,
     alternating,
+    block_ends,
     crowded_snapshots,
     crowds,
     forks,
@@ -339,6 +340,7 @@ TRACE_LAWS: dict[str, Law] = {
                     *crowds(domain),
                     *crowded_snapshots(domain),
                     *long_requests(domain),
+                    *block_ends(domain),
                     *many_heads(domain),
                     *forks(domain),
                 )

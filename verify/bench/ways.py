@@ -96,10 +96,11 @@ class Dense(Offloaded):
 
 
 class Twice(Plain):
-    """The graph is retained, and the gradients are those of a second backward."""
+    """The graph is retained, and the gradients are those of a second backward. The first one has other cotangents."""
 
     def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
-        torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True, retain_graph=True)
+        others = [-2 * x for x in cotangents]
+        torch.autograd.grad(outputs, [*leaves.values()], others, allow_unused=True, retain_graph=True)
         return super().gradients(outputs, leaves, cotangents)
 
 
