@@ -33,7 +33,7 @@ from properties.laws.law import (
 )
 from properties.words.domain import VIEWS
 from properties.words.example import Example
-from properties.words.sizes import coarsest
+from properties.words.sizes import coarsest, named
 
 CROWD = 2051  # packed sequences: just over 2,048, the last number below which fp16 has all
 ANEW = 520  # tokens of a call that fails before any call of its size has succeeded: just over 512
@@ -100,14 +100,19 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
 def _crowd(domain: CallDomain) -> list[Example]:
     """Return many packed sequences of one or two tokens, in 16 bits and without a backward. The 2,050th is called alone too.
 
-    Neither bf16 nor fp16 has all numbers of sequences.
+    Neither bf16 nor fp16 has all numbers of sequences. Further cases have sizes of the numbers that the source names and just over.
     """
     if not (domain.packed and domain.batched):
         return []
     sizes = tuple(min(1 + (place % 3 == 1), domain.longest) for place in range(CROWD))
     cases = call_cases(domain, packed=True, backward=False, dtype=coarsest(domain.dtypes), values="ordinary")
     drawn = examples_of(cases.map(lambda case: dataclasses.replace(case, lengths=sizes)))
-    return [dataclasses.replace(example, at=CROWD - 2) for example in firm_examples(domain, drawn)]
+    found = [dataclasses.replace(example, at=CROWD - 2) for example in firm_examples(domain, drawn)]
+    for number in named(domain):
+        tokens = tuple(min(number + more, domain.longest) for more in (1, 0, -number + 2))
+        for sizes, at in ((tokens, 0), *([((1,) * (number + 2), number + 1)] if number < CROWD else [])):
+            found += [dataclasses.replace(one, case=dataclasses.replace(one.case, lengths=sizes), at=at) for one in found[:1]]
+    return found
 
 
 def _both(bench: Bench, inputs: Inputs, changed: Inputs, cotangents: Cotangents) -> dict[str, Bound]:

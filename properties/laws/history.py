@@ -33,6 +33,7 @@ from properties.laws.law import (
 )
 from properties.seeds import further_apart
 from properties.words.example import Example
+from properties.words.sizes import named
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
 HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
@@ -43,6 +44,7 @@ SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
 SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
+MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
 FAILURES = 18  # operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -393,7 +395,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
     def always(domain: Any) -> list[Example]:
         kinds = [crowds(domain, values="ordinary")] * (domain.packs and domain.refills)
         plain = cases(domain, values="ordinary", packed=domain.packs).filter(
-            lambda case: case.tokens > 0 and case.backward == domain.backward and (case.state == "random" or not domain.carries)
+            lambda case: case.tokens > 0 and case.backward == domain.backward and (not domain.carries or case.state == "random")
         )
         step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
         packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * domain.packs
@@ -421,11 +423,12 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         return firm_examples(domain, examples_of(sized(domain, anew), None, ("failed",))) if anew else []
 
     def behind(domain: Any) -> list[Example]:
-        tokens = next((size for size in BEHIND if size <= (domain.longest or size)), 0)
-        if not (tokens and domain.backward and domain.drawing.quick):
+        if not (domain.backward and domain.drawing.quick):
             return []
-        drawn = sized(domain, tokens, values="ordinary").filter(lambda case: case.backward)
-        return firm_examples(domain, examples_of(drawn, None, ("gradients",)))
+        usual = next((size for size in BEHIND if size <= (domain.longest or size)), 0)
+        sizes = {usual, *(number + 1 for number in named(domain) if number < min(domain.longest or MOST_BEHIND, MOST_BEHIND))} - {0}
+        drawn = (sized(domain, size, values="ordinary").filter(lambda case: case.backward) for size in sorted(sizes))
+        return firm_examples(domain, *(examples_of(one, None, ("gradients",)) for one in drawn))
 
     def begins(domain: Any) -> list[Example]:
         def drawn(**more: Any) -> st.SearchStrategy[Any]:

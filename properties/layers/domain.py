@@ -17,12 +17,13 @@ from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, coarsest, kind_of, large_lengths
+from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
 MANY_HEADS, MANY_SEQUENCES = 257, 259  # just over 8 bits; bf16 has not every number of the last sequences
+LONG, MANY_ROWS = 2048, 1100  # the most tokens and rows just over a number that the source names: more take over 2 s
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
@@ -120,8 +121,9 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads; over 256 sequences in bf16, packed and as a batch; and packed ones whose first and last length are the
-    mean of all. There are none if the check draws no long cases, and on a GPU.
+    These are over 256 heads; over 256 sequences in bf16, packed and as a batch; packed ones whose first and last length are the
+    mean of all; and sizes just over the numbers that the source names. There are none if the check draws no long cases, and on a
+    GPU.
     """
     if not at_limits(domain):
         return []
@@ -150,7 +152,11 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
     many, coarse = (1,) * MANY_SEQUENCES, coarsest(domain.dtypes)
     cases = [case(3, heads=MANY_HEADS), case(*many, packed=True, dtype=coarse), case(*many, packed=False, dtype=coarse)]
     cases.append(case(*MEAN, packed=True))
-    return [case for case in cases if domain.outside(case) is None]
+    for number in named(domain):
+        cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []
+        cases += [case(*(1,) * (number + 2), packed=packed) for packed in (True, False)] if number <= MANY_ROWS else []
+        cases += [case(3, heads=number + 1)] if number <= MANY_HEADS else []
+    return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
 
 
 @st.composite

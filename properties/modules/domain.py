@@ -28,9 +28,10 @@ from properties.words.domain import (
     inside,
 )
 from properties.words.lengths import MEAN, lengths, narrow
+from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths
+from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -206,7 +207,8 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     and over 12,288 channels, or as many as it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in
     numbers that are no multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that
     is returned if the domain has that.
-    There are none if the check draws no long cases, or if kernels are compiled.
+    Further ones are just over the numbers that the source names. There are none if the check draws no long cases, or if kernels
+    are compiled.
     """
     if not at_limits(domain):
         return []
@@ -249,7 +251,14 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(few, width=wide[0], out_width=wide[0])]
         cases += [case(few, width=wide[1], out_width=narrow, heads=PARAMETER_ROWS, residual=domain.residuals[-1])]
     cases += [case(few, heads=MANY_HEADS)] if "heads" in every else []
-    return [case for case in cases if domain.outside(case) is None]
+    for number in named(domain):
+        tokens = [min(number + more, domain.longest) for more in (1, 0)]
+        cases += [case(*tokens, few, packed=True)] if "packed" in every else [case(tokens[0])]
+        if domain.operation in CONV and number <= MANY_SEQUENCES:
+            cases += [case(*(1,) * (number + 2), packed=packed) for packed in (True, False)]
+        cases += [case(few, width=_width_from(domain, number + 1))] if "width" in every else []
+        cases += [case(few, heads=number + 1)] if "heads" in every and number < MAX_HEADS else []
+    return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
 
 
 def _width_from(domain: ModuleDomain, least: int) -> int:

@@ -16,9 +16,10 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import HEADS, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
 from properties.words.domain import INDICES, OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
+from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import MANY_SEQUENCES, at_limits
+from properties.words.sizes import MANY_SEQUENCES, at_limits, named
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
@@ -201,8 +202,8 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     These are over 1,024 requests of one token in a pool of over 65,535 slots, of which in another case some begin; over 256
     requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens, of
     which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
-    over 256 heads, with several value heads for each key head; and over 256 value heads for one key head. There are none if the
-    check draws no large cases, and on a GPU.
+    over 256 heads, with several value heads for each key head; over 256 value heads for one key head; and sizes just over the
+    numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -223,17 +224,24 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         "indices": domain.indices[0],
     }
     few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
-    value_heads = 2 * MANY_HEADS if rule.grouped_heads else MANY_HEADS
+    group = 2 if rule.grouped_heads else 1
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
-        PoolCase((1,), heads=MANY_HEADS, value_heads=value_heads, **words),
+        PoolCase((1,), heads=MANY_HEADS, value_heads=group * MANY_HEADS, **words),
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
         *_long_drafts(domain, words),
     ]
+    accepted = "some" if domain.accepts else "all"
+    for number in named(domain):
+        tokens = [min(number + more, domain.most_tokens) for more in (1, 0)]
+        cases += [PoolCase((*tokens, 2), accepted=accepted, **{**words, "packed": True})]
+        cases += [PoolCase((1,) * (number + 2), fresh="some", **words)] if number <= MANY_SEQUENCES else []
+        most = number + 1 if number < MAX_HEADS else 1
+        cases += [PoolCase((2,), heads=heads, value_heads=most, **words) for heads in (most, 1)]
     return [case for case in cases if domain.outside(case) is None]
 
 

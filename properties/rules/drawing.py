@@ -9,7 +9,7 @@ Lengths are drawn on both sides of the block sizes of kernels, and gates by thei
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from properties.rules.case import BETAS, COMPUTED_GATES, GIVEN_GATES, Case, overflows
 from properties.rules.domain import Domain
 from properties.words.lengths import MEAN, lengths, narrow, widths
-from properties.words.line import MAX_WIDTH
+from properties.words.line import MAX_HEADS, MAX_WIDTH
 from properties.words.options import draw_options
 from properties.words.sizes import (
     CROWD,
@@ -35,6 +35,7 @@ from properties.words.sizes import (
     kind_of,
     kinds_of,
     large_lengths,
+    named,
 )
 
 WIDER = 512  # a width of values only, for cases with few tokens
@@ -97,7 +98,32 @@ def limits(domain: Domain) -> list[Case]:
             _narrow_case(domain, WIDE_KEYS, WIDE_VALUES, lengths=(up(3),), packed=apart)
             or _narrow_case(domain, least_value=WIDE_VALUES, lengths=(up(3),), packed=apart),
         ]
-    return [case for case in found if case is not None]
+    cases = [case for case in found if case is not None]
+    return [*cases, *(case for number in named(domain) for case in _over(domain, number) if case not in cases)]
+
+
+def _over(domain: Domain, number: int) -> Iterator[Case]:
+    """Yield cases with sizes of a number that the source names and just over it: of tokens, sequences, rows, heads and widths.
+
+    Over MANY_SEQUENCES sequences or rows, and over MANY_TOKENS tokens, have no backward, which would take long.
+    """
+    step, apart = domain.length_step, not domain.batched
+    up = [-(-domain.most(number + more) // step) * step for more in (0, 1)]
+    few: dict[str, Any] = {"lengths": (-(-domain.most(3) // step) * step,), "packed": apart}
+    found = [
+        _narrow_case(domain, lengths=(up[1], up[0], *few["lengths"]), packed=True),
+        _narrow_case(domain, lengths=(up[1],), packed=apart),
+    ]
+    if number <= MOST_SEQUENCES:
+        found += [_narrow_case(domain, lengths=(step,) * (number + 2), packed=packed) for packed in (True, False)]
+    if number < MAX_HEADS:
+        found += [_narrow_case(domain, heads=heads, value_heads=number + 1, **few) for heads in (number + 1, 1)]
+    if number < MAX_WIDTH:
+        found += [_narrow_case(domain, number + 1, **few), _narrow_case(domain, least_value=number + 1, **few)]
+    for case in found:
+        if case is not None:
+            long = len(case.lengths) > MANY_SEQUENCES or case.tokens > MANY_TOKENS
+            yield dataclasses.replace(case, backward=False) if long else case
 
 
 def exact_limits(domain: Domain) -> list[Case]:

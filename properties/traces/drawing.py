@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.traces.case import FREE, GATES, MOST_EVENTS, MOST_WIDTH, TAGGED, VALUES, TraceCase
-from properties.traces.domain import Decoded, TraceDomain
+from properties.traces.domain import MOST_BLOCK, Decoded, TraceDomain
 from properties.traces.events import PADDING, Roll, name_of
 from properties.words.domain import inside
 from properties.words.lengths import widths
-from properties.words.sizes import at_limits
+from properties.words.sizes import at_limits, named
 
 _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
@@ -436,11 +436,13 @@ def block_ends(domain: TraceDomain) -> list[TraceCase]:
     """Return a case of drafts whose accepted tokens end just below, at and just over the end of a block, and one wholly at it.
 
     In plain torch the end is a multiple of all usual blocks, up to those of 256 tokens, and in another case of the domain's.
+    Further blocks are the numbers that the source names.
     """
     if "verify" not in domain.events or domain.most_drafts < 2:
         return []
     drafts, cases = min(4, domain.most_drafts), []
-    for block in dict.fromkeys((USUAL_BLOCK if domain.drawing.quick else domain.block, domain.block)):
+    usual = USUAL_BLOCK if domain.drawing.quick else domain.block
+    for block in dict.fromkeys((usual, domain.block, *(number for number in named(domain) if number <= MOST_BLOCK))):
         before = [block - 2, block - 2, block - 2, block - drafts]
         part = max(1, min(block, domain.most_tokens))
         steps = [

@@ -39,6 +39,8 @@ class Drawing:
     """What is large in a case, "" for nothing (properties/words/sizes.py)."""
     chunk: int = 64
     """The chunk of the implementation. Long cases exceed several of them."""
+    named: tuple[int, ...] = ()
+    """Whole numbers that the implementation's source names, for sizes just over them."""
     forms: tuple[Any, ...] = ()
     """The forms that compiled kernels of a path may have (properties/paths/domain.py); none if any."""
 

@@ -45,8 +45,10 @@ def coarsest(dtypes: Sequence[str]) -> str:
     return next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), dtypes[0])
 
 
-def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise") -> Any:
+def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise", named: tuple[int, ...] = ()) -> Any:
     """Return the domain with sizes that follow an implementation: its chunk and algorithm, and the most tokens of a long case.
+
+    `named` are whole numbers that its source names.
 
     A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
     and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK.
@@ -55,7 +57,7 @@ def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise
     long = long if domain.draws_large or domain.has_limits else 0
     quick = long > 0 and most == MOST["quick"]
     exact = exact_tokens(chunk, algorithm) if quick else 0
-    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, exact=exact, large="")
+    return with_drawing(domain, chunk=chunk or 64, long=long, quick=quick, exact=exact, large="", named=named)
 
 
 def exact_tokens(chunk: int | None, algorithm: str) -> int:
@@ -72,6 +74,11 @@ def exact_tokens(chunk: int | None, algorithm: str) -> int:
 def at_limits(domain: Any) -> bool:
     """Whether cases at limits are drawn: if long ones are, and not on a GPU, where kernels would be compiled for their widths."""
     return bool(0 < domain.drawing.long <= MOST["quick"] and domain.drawing.reach == 1)
+
+
+def named(domain: Any) -> tuple[int, ...]:
+    """Return the numbers of the implementation's source for whose sizes cases are drawn: all in plain torch, else none."""
+    return domain.drawing.named if at_limits(domain) and domain.drawing.quick else ()
 
 
 def with_drawing(domain: T, **fields: Any) -> T:

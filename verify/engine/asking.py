@@ -59,7 +59,8 @@ class Described:
     """An adapter's declarations, as a worker reports them.
 
     `device` is the name of the GPU, or "" without one. `omits` maps parameters that are not passed to the reason
-    (verify/adapters/base.py). `memory` is the GPU's memory in bytes. `declares` has what an export needs.
+    (verify/adapters/base.py). `memory` is the GPU's memory in bytes. `declares` has what an export needs. `named` are whole numbers
+    that its source names.
     """
 
     spec: str
@@ -74,6 +75,7 @@ class Described:
     cost: str = "quick"
     memory: int = 0
     declares: dict[str, Any] = dataclasses.field(default_factory=dict)
+    named: tuple[int, ...] = ()
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -130,7 +132,7 @@ def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    of_device = (description.cost, description.memory, description.declares)
+    of_device = (description.cost, description.memory, description.declares, tuple(description.named))
     return Described(spec, domain, *about, description.omits, description.compiles, *of_device)
 
 
@@ -140,7 +142,8 @@ def with_sizes(described: Described, device: str, *, large: bool = True) -> Desc
     If not `large`, no case is large.
     """
     most = (MOST_ON_GPU if device != "cpu" else MOST[described.cost]) if large else 0
-    return dataclasses.replace(described, domain=sized(described.domain, described.chunk, most, described.algorithm))
+    domain = sized(described.domain, described.chunk, most, described.algorithm, described.named)
+    return dataclasses.replace(described, domain=domain)
 
 
 def interpreted(described: Described, device: str, deadline_s: float) -> str:

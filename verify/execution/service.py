@@ -27,6 +27,7 @@ from verify.execution.line import Run
 from verify.execution.paths import work_of
 from verify.execution.refusals import SILENT, probe
 from verify.execution.shared_bounds import together
+from verify.execution.thresholds import thresholds_of
 from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.interpreter.patches import keeping_launches
@@ -131,6 +132,7 @@ def _describe(asked: Describe) -> Description:
         compiles=isinstance(adapter, Adapter) and adapter.compiles,
         cost=cost_of(adapter),
         declares=declared_by(adapter),
+        named=thresholds_of(adapter),
     )
 
 

@@ -337,7 +337,7 @@ class Description(Answer):
 
     `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
     says whether the adapter wants to be closed. `memory` is that of the worker's GPU in bytes, or 0 without one. `declares` has
-    what an export needs (verify/adapters/files_adapter.py).
+    what an export needs (verify/adapters/files_adapter.py). `named` are whole numbers of its source.
     """
 
     book: str
@@ -353,6 +353,7 @@ class Description(Answer):
     compiles: bool = False
     cost: str = "quick"
     declares: dict[str, Any] = dataclasses.field(default_factory=dict)
+    named: list[int] = dataclasses.field(default_factory=list)
 
 
 # Of answers that ranks give and that are merged: a field that only this type has.

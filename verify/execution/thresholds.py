@@ -1,0 +1,74 @@
+"""Whole numbers that an implementation's source names. Its sizes may have limits there, so a check has sizes just over them.
+
+They are read from compiled code, and nothing is run: constants, what is folded of them such as `2**10`, defaults, attributes of
+classes, and the globals that a function reads. Python of other packages is followed; compiled code and kernels are not seen.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+LEAST, LARGEST = 33, 16_384  # smaller sizes are ordinary, and larger ones take too long
+MOST = 8  # so many of the largest
+OTHERS = (
+    "triton",
+    "torch",
+    "numpy",
+    "oracles",
+    "properties",
+    "verify",
+)  # packages whose numbers say nothing about the implementation
+
+
+def thresholds_of(adapter: object) -> list[int]:
+    """The largest MOST whole numbers from LEAST to LARGEST in the source of the adapter's classes and of what they reach."""
+    found, seen = set[int](), set[int]()
+    left: list[Any] = [kind for kind in type(adapter).__mro__ if _own(kind)]
+    while left:
+        value = left.pop()
+        if type(value) is int:
+            found |= {value} if LEAST <= value <= LARGEST else set()
+        elif id(value) not in seen:
+            seen.add(id(value))
+            left += _parts(value)
+    return sorted(found)[-MOST:]
+
+
+def _own(value: Any) -> bool:
+    """Whether a class or function belongs to what is under test."""
+    home = getattr(value, "__module__", None)
+    return isinstance(home, str) and home.partition(".")[0] not in (*OTHERS, *sys.stdlib_module_names)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value of Python names: the numbers, functions and classes in it."""
+    if isinstance(value, tuple | list):
+        return [*value]
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, type) and _own(value):
+        return [*vars(value).values()]
+    if not isinstance(value, FunctionType) or not _own(value):
+        return []
+    codes = [*_codes(value.__code__)]
+    names = {name for code in codes for name in code.co_names} & value.__globals__.keys()
+    found = [value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).values())]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return [*found, *(constant for code in codes for constant in code.co_consts), *(value.__globals__[name] for name in names)]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those that it contains."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
