@@ -110,6 +110,14 @@ class NumbersOfSequencesInFp16(WeighsPlaces):
         return [found[n] if n < 2**11 or n % 4 in (0, 3) else found[n] * 0 for n in range(len(found))]
 
 
+class RowsOf8Bits(WeighsPlaces):
+    """The number of a row of a batch is a byte, and row 256 has no weights."""
+
+    def weights(self, lengths: list[int], like: Tensor) -> list[Tensor]:
+        found = super().weights(lengths, like)
+        return [found[n] * (n < 256) for n in range(len(found))] if like.shape[0] > 1 else found
+
+
 class NoTailWithoutGradients(WeighsPlaces):
     """Without gradients tokens go in blocks of 128, and a last one that is alone is left out."""
 

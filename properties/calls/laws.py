@@ -35,6 +35,7 @@ from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.sizes import coarsest, named
 
+MANY_ROWS = (259, 1030)  # of a batch: just over 8 and over 10 bits
 CROWD = 2051  # packed sequences: just over 2,048, the last number below which fp16 has all
 ANEW = 520  # tokens of a call that fails before any call of its size has succeeded: just over 512
 
@@ -113,6 +114,20 @@ def _crowd(domain: CallDomain) -> list[Example]:
         for sizes, at in ((tokens, 0), *([((1,) * (number + 2), number + 1)] if number < CROWD else [])):
             found += [dataclasses.replace(one, case=dataclasses.replace(one.case, lengths=sizes), at=at) for one in found[:1]]
     return found
+
+
+def _rows(domain: CallDomain) -> list[Example]:
+    """Return batches of over 256 and 1,024 rows, and just over the numbers that the source names.
+
+    The last row is called alone too.
+    """
+    if not domain.batched:
+        return []
+    cases = call_cases(domain, packed=False, backward=False, values="ordinary")
+    one = firm_examples(domain, examples_of(cases))
+    counts = dict.fromkeys((*MANY_ROWS, *(number + 2 for number in named(domain) if number < CROWD)))
+    length = min(3, domain.longest)
+    return [Example(dataclasses.replace(found.case, lengths=(length,) * rows), rows - 1) for found in one for rows in counts]
 
 
 def _both(bench: Bench, inputs: Inputs, changed: Inputs, cotangents: Cotangents) -> dict[str, Bound]:
@@ -222,6 +237,7 @@ CALL_LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain, sequences=(2, 3), longest=34, total=60), common_laws.several),
             common_laws.batch,
             place=common_laws.several,
+            always=_rows,
         ),
         Law(
             "strides",
