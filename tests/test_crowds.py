@@ -7,7 +7,7 @@ import pytest
 
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, crowd, limits
+from properties.rules.drawing import MANY, MANY_OF_A_KEY, MANY_ROWS, MOST_ROWS, crowd, limits
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
@@ -39,8 +39,8 @@ def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> N
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 20)
-    assert [cases.count(case) for case in limits(SIZED)] == [1] * 7
-    _, many, mean, heads, grouped, ratio, batch = limits(SIZED)
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 8
+    _, many, mean, heads, grouped, ratio, batch, largest = limits(SIZED)
     assert {case.state for case in limits(SIZED)} == {"random"}
     assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[3:6]] == [
         "none",
@@ -55,9 +55,11 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
         (MANY, 2 * MANY, 3),
         (1, MANY_OF_A_KEY, 3),
     ]
-    assert (len(batch.lengths), batch.packed) == (MANY_ROWS, False)
-    assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch]
-    assert [len(case.lengths) for case in limits(dataclasses.replace(SIZED, longest=1))] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS]
+    assert (len(batch.lengths), batch.packed, batch.backward) == (MANY_ROWS, False, SIZED.backward)
+    assert (len(largest.lengths), largest.packed, largest.backward) == (MOST_ROWS, False, False)
+    assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch, largest]
+    short = limits(dataclasses.replace(SIZED, longest=1))
+    assert [len(case.lengths) for case in short] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS, MOST_ROWS]
     assert limits(dataclasses.replace(SIZED, length_step=16))[1].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 

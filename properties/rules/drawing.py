@@ -45,7 +45,8 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY = 257  # heads, just over usual limits
 MOST_SEQUENCES = 4100  # packed, just over 12 bits; a backward of so many would take 8 s
-MANY_ROWS, MANY_OF_A_KEY = 1030, 257  # sequences of a batch, just over 1,024, and value heads of a key head, just over 8 bits
+MANY_ROWS, MANY_OF_A_KEY = 513, 257  # sequences of a batch, just over 9 bits, and value heads of a key head, just over 8
+MOST_ROWS = 1030  # of a batch, just over 1,024
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
@@ -65,10 +66,11 @@ def limits(domain: Domain) -> list[Case]:
 
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
     and last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
-    over 256 value heads for one key head; and over 1,024 sequences of a batch. Where kernels are interpreted, there is a batch
-    with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64;
-    two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys of over 128. There are
-    none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile for few widths.
+    over 256 value heads for one key head; over 512 sequences of a batch, and over 1,024 without a backward. Where kernels are
+    interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or
+    of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys
+    of over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they
+    compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -89,6 +91,7 @@ def limits(domain: Domain) -> list[Case]:
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
         heads(1, MANY_OF_A_KEY),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
+        _narrow_case(domain, lengths=(up(1),) * MOST_ROWS, backward=False),
     ]
     if quick:
         long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
@@ -138,9 +141,8 @@ def exact_limits(domain: Domain) -> list[Case]:
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
     found = [crowd(domain) if domain.drawing.quick else None]
     if domain.drawing.quick:
-        many = tuple(domain.most(place % 3 + 1) for place in range(MOST_SEQUENCES))
-        # With one key channel each token would replace the whole initial state, which then does not show.
-        found.append(_narrow_case(domain, 2, lengths=many, packed=True, dtype=coarsest(domain.dtypes)))
+        many: dict[str, Any] = {"lengths": (step,) * MOST_SEQUENCES, "packed": True, "dtype": coarsest(domain.dtypes)}
+        found.append(_narrow_case(domain, 2, **many))  # a token replaces a key channel's part of the state, and leaves the other
     if tokens:
         packed = (-(-MANY_TOKENS_OF_CHUNKS // step) * step, domain.most(3 * step))
         found += [_narrow_case(domain, **words), _narrow_case(domain, lengths=packed, packed=True)]
@@ -164,7 +166,7 @@ def _narrow_case(domain: Domain, least_key: int = 1, least_value: int = 1, insid
     if not keys or not values:
         return None
     fixed = {**conventions(domain, inside), "final_states": domain.final_states_of(packed=words.get("packed", False))}
-    case = Case(key_dim=keys[0], value_dim=values[0], backward=domain.backward, **{**fixed, **words})
+    case = Case(key_dim=keys[0], value_dim=values[0], **{**fixed, "backward": domain.backward, **words})
     with_state = dataclasses.replace(case, state="random", state_dtype=domain.state_dtypes[0])
     return next((one for one in (with_state, case) if domain.outside(one) is None), None)
 

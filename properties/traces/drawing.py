@@ -451,7 +451,7 @@ def block_ends(domain: TraceDomain) -> list[TraceCase]:
         ]
         accepted = [min(count, drafts) for count in (1, 2, 3)]
         draft = f"v{drafts}:" + ",".join(f"{name}{count}" for name, count in zip("abcd", (*accepted, drafts), strict=True))
-        cases += fixed_cases(domain, ["/".join([*steps, draft, _token(domain, "abcd")])], slots=4) if block > drafts else []
+        cases += fixed_cases(domain, ["/".join([*steps, draft, _token(domain, "abcd")])], slots=5) if block > drafts else []
     return cases
 
 
