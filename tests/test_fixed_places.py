@@ -16,6 +16,8 @@ from properties.traces.drawing import (
     MANY_RANKS,
     PADDED,
     SAVING,
+    alternating,
+    block_ends,
     crowded_snapshots,
     crowds,
     forks,
@@ -178,11 +180,14 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert (transfer.heads, transfer.value_heads) == (3, 6)
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
-    again, short, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
+    again, short, prefix, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])
+    assert prefix == ["p", "f", "k", "d"]
+    assert [row.start for step in block_ends(domain)[0].plan for row in step.rows if step.kind == "d"] == [255, 256, 257, 256]
+    assert [len(step.rows) for step in alternating(domain)[0].plan[1:]] == [7, 2, 7, 3, 2, 7, 3, 7]
     assert left == ["p", "k", "k", "r", "f", "p", "d"]
     kept = dataclasses.replace(domain, events=tuple(event for event in domain.events if event != "preempt"))
-    assert [step.kind for step in forks(kept)[2].plan] == ["p", "k", "k", "f", "f", "p", "d"]
+    assert [step.kind for step in forks(kept)[3].plan] == ["p", "k", "k", "f", "f", "p", "d"]
     (saving,) = crowded_snapshots(domain)
     assert [place for place, row in enumerate(saving.plan[0].rows) if row.snapshot is not None] == [*SAVING]
     few = sized(TraceDomain(most_slots=26), None, MOST["quick"])

@@ -45,8 +45,9 @@ DENSE = "with saved tensors moved to the CPU and back, contiguous"
 CLEARED_OUTPUTS = "with outputs cleared between forward and backward"
 LAST_BUT_ONE = "of the last call but one of those between"
 PACKED = ("between", "offloaded", "checkpoint")  # these always have packed sequences, whose order then shows
-# These always have float32. There a derivative along a direction shows more, and `x.float()` is the caller's own tensor.
-PRECISE = ("second", "cleared")
+# These always have float32. There a derivative along a direction shows more, `x.float()` is the caller's own tensor, and calls of
+# one packing come in `between`.
+PRECISE = ("second", "cleared", "between")
 UNSORTED = (3, 7, 2)  # lengths of sequences, neither the shortest nor the longest first
 VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
