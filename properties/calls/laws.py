@@ -110,7 +110,7 @@ def _crowd(domain: CallDomain) -> list[Example]:
     drawn = examples_of(cases.map(lambda case: dataclasses.replace(case, lengths=sizes)))
     found = [dataclasses.replace(example, at=CROWD - 2) for example in firm_examples(domain, drawn)]
     for number in named(domain):
-        tokens = tuple(min(number + more, domain.longest) for more in (1, 0, -number + 2))
+        tokens = tuple(min(size, domain.longest) for size in (number + 1, number, 2))
         for sizes, at in ((tokens, 0), *([((1,) * (number + 2), number + 1)] if number < CROWD else [])):
             found += [dataclasses.replace(one, case=dataclasses.replace(one.case, lengths=sizes), at=at) for one in found[:1]]
     return found

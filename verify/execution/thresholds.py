@@ -5,6 +5,7 @@ classes, and the globals that a function reads. Python of other packages is foll
 """
 
 import contextlib
+import dis
 import functools
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,7 @@ from typing import Any
 
 LEAST, LARGEST = 33, 16_384  # smaller sizes are ordinary, and larger ones take too long
 MOST = 8  # so many of the largest
-OTHERS = (
-    "triton",
-    "torch",
-    "numpy",
-    "oracles",
-    "properties",
-    "verify",
-)  # packages whose numbers say nothing about the implementation
+OTHERS = ("triton", "torch", "numpy", "oracles", "properties", "verify")  # packages that are not under test
 
 
 def thresholds_of(adapter: object) -> list[int]:
@@ -63,7 +57,13 @@ def _parts(value: Any) -> list[Any]:
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
-    return [*found, *(constant for code in codes for constant in code.co_consts), *(value.__globals__[name] for name in names)]
+    return [*found, *(number for code in codes for number in _constants(code)), *(value.__globals__[name] for name in names)]
+
+
+def _constants(code: CodeType) -> list[Any]:
+    """What the instructions of a code load: from Python 3.14 on, small numbers are no longer among its constants."""
+    loads = (one for one in dis.get_instructions(code) if one.opcode in dis.hasconst or one.opname == "LOAD_SMALL_INT")
+    return [one.argval for one in loads]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
