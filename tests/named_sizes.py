@@ -1,17 +1,15 @@
 """Implementations that are wrong from a size on that their source names, and that no fixed case of a check exceeds."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.traces.case import Batch, Sizes
 from tests.wrong_afresh import WeighsPlaces
+from tests.wrong_just_over import WholeDraftsAtBlockEnds
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import GatedNorm
-from verify.zoo.wrong_traces import Serves
 
 ROWS = 300
 
@@ -61,18 +59,7 @@ class TailsOf140(WeighsPlaces):
         return torch.cat([found[:-1], found[-1:] * 0]) if served and _last(tokens) else found
 
 
-class WholeDraftsAtEndsOf96(Serves):
+class WholeDraftsAtEndsOf96(WholeDraftsAtBlockEnds):
     """If the accepted part of a draft ends at a multiple of 96 tokens, the whole draft is kept."""
 
-    def __init__(self, sizes: Sizes | None = None) -> None:
-        super().__init__(sizes)
-        self.batch: Batch | None = None
-
-    def verify(self, batch: Batch) -> Tensor:
-        self.batch = batch
-        return super().verify(batch)
-
-    def commit(self, accepted: Sequence[int]) -> None:
-        assert self.batch is not None
-        rows = zip(accepted, self.batch.lengths, self.batch.starts, strict=True)
-        super().commit([length if count and (start + count) % 96 == 0 else count for count, length, start in rows])
+    _block = 96
