@@ -35,6 +35,8 @@ SOURCE = '''
 """Numbers in every place."""
 import functools
 import torch
+import other_numbers
+import whole.part
 from verify import Adapter, Domain
 from other_numbers import elsewhere
 
@@ -70,15 +72,30 @@ class Base(Adapter):
 class Mine(Base):
     def run(self, x):
         helper(x)
+        other_numbers.of_the_module(whole.part.inside(x))
         return elsewhere(torch.ones(113))
 '''
-ELSEWHERE = "def elsewhere(x):\n    return x.shape[0] <= 0x7FF\n\ndef never(x):\n    return 114\n"
+ELSEWHERE = """
+import mine  # back again
+
+def elsewhere(x):
+    return x.shape[0] <= 0x7FF
+
+def of_the_module(x, *, most=115):
+    return mine.helper(x) if x else 0
+
+def never(x):
+    return 114
+"""
 
 
 @pytest.fixture
 def sources(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "other_numbers.py").write_text(ELSEWHERE)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "__init__.py").write_text("")
+    (tmp_path / "whole" / "part.py").write_text("def inside(x):\n    return x[:116]\n")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "mine.py"
 
@@ -87,15 +104,27 @@ def test_numbers_are_found_where_the_implementation_reaches_them_and_nothing_is_
     sources: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verify.execution.thresholds.MOST", 100)
-    assert thresholds_of(load(f"{sources}:Mine")) == [101, 103, 107, 108, 109, 110, 112, 113, 1024, 2047]
+    assert thresholds_of(load(f"{sources}:Mine")) == [101, 103, 107, 108, 109, 110, 112, 113, 115, 116, 1024, 2047]
 
 
 def test_the_largest_are_taken_and_ours_have_none(sources: pathlib.Path) -> None:
     found = thresholds_of(load(f"{sources}:Mine"))
-    assert found == [107, 108, 109, 110, 112, 113, 1024, 2047]
+    assert found == [109, 110, 112, 113, 115, 116, 1024, 2047]
     assert len(found) == MOST
     assert LEAST <= min(found) <= max(found) <= LARGEST
     assert thresholds_of(load("zoo/Chunkwise")) == thresholds_of(load("gdn/pool")) == []
+
+
+def test_no_number_is_lost_among_many(sources: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are made for a look at them must not be taken for others that had their addresses."""
+    monkeypatch.setattr("verify.execution.thresholds.MOST", 1000)
+    functions = [f"def f{number}(x, *, most={number}):\n    return x\n" for number in range(1000, 1400)]
+    calls = "".join(f"        f{number}(x)\n" for number in range(1000, 1400))
+    head = "from verify import Adapter, Domain\n"
+    source = f"{head}{''.join(functions)}class Mine(Adapter):\n    domain = Domain()\n    def run(self, x):\n{calls}"
+    file = sources.with_name("many.py")
+    file.write_text(source)
+    assert thresholds_of(load(f"{file}:Mine")) == [*range(1000, 1400)]
 
 
 @functools.cache

@@ -108,12 +108,12 @@ def _crowd(domain: CallDomain) -> list[Example]:
     sizes = tuple(min(1 + (place % 3 == 1), domain.longest) for place in range(CROWD))
     cases = call_cases(domain, packed=True, backward=False, dtype=coarsest(domain.dtypes), values="ordinary")
     drawn = examples_of(cases.map(lambda case: dataclasses.replace(case, lengths=sizes)))
-    found = [dataclasses.replace(example, at=CROWD - 2) for example in firm_examples(domain, drawn)]
+    found = {sizes: CROWD - 2}  # the lengths of each case, and which sequence is called alone too
     for number in named(domain):
-        tokens = tuple(min(size, domain.longest) for size in (number + 1, number, 2))
-        for sizes, at in ((tokens, 0), *([((1,) * (number + 2), number + 1)] if number < CROWD else [])):
-            found += [dataclasses.replace(one, case=dataclasses.replace(one.case, lengths=sizes), at=at) for one in found[:1]]
-    return found
+        found[tuple(min(size, domain.longest) for size in (number + 1, number, 2))] = 0
+        found |= {(1,) * (number + 2): number + 1} if number < CROWD else {}
+    firm = firm_examples(domain, drawn)
+    return [Example(dataclasses.replace(one.case, lengths=lengths), at) for one in firm for lengths, at in found.items()]
 
 
 def _rows(domain: CallDomain) -> list[Example]:

@@ -436,7 +436,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
             return firm.filter(lambda case: case.tokens > 0 and case.backward == domain.backward)
 
         halves = drawn().filter(lambda case: _later_in_float32(case, domain))
-        # A process of a kernel that is interpreted takes long to start.
+        # A process takes about a second to start where kernels are interpreted.
         ways = {domain.packs, not domain.batched} if domain.drawing.quick else {domain.packs}
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
         return firm_examples(domain, examples_of(halves, None, ("others",)), *modes)

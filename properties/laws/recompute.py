@@ -63,10 +63,11 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `checkpoint`, `reentrant`: under torch.utils.checkpoint, which runs the forward again in the backward.
     - `offloaded`: saved tensors are copied to the CPU and back, with their strides and then contiguous.
     - `twice`: the graph is retained, and the backward runs twice, with other cotangents first.
-    - `between`: five other calls with other numbers and settings come between forward and backward. The backward of the last one
+    - `between`: nine other calls with other numbers and settings come between forward and backward. The backward of the last one
       begins inside that of the first. That of the last but one comes at the end, and gives what it gives after a plain call too.
     - `cleared`: the caller puts zeros into all inputs, and in another call into all outputs, between forward and backward. Tensors
-      that were saved are copies, so only what the implementation keeps in another way can change. An error is right too.
+      that were saved are copies, so only what the implementation keeps in another way can change. An error is right too. Outputs
+      are left alone where the domain has keeps_outputs=False.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
@@ -114,7 +115,7 @@ def _same(bench: Bench, case: Any, variant: str, inputs: Inputs, cotangents: Cot
     bounds = {} if exact and variant != "reentrant" else bench.bounds(inputs, cotangents)
     wanted = {name: once[name] if exact and not (variant == "reentrant" and name in outputs) else bounds[name] for name in once}
     yield from pairs_of(got, wanted, SAME[variant])
-    if variant == "cleared":
+    if variant == "cleared" and bench.domain.keeps_outputs:
         yield from pairs_of(bench.under("cleared outputs", inputs, cotangents), wanted, CLEARED_OUTPUTS)
     if variant == "offloaded":
         strided = _strided(bench, case, inputs)

@@ -242,7 +242,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         cases += [PoolCase((1,) * (number + 2), fresh="some", **words)] if number <= MANY_SEQUENCES else []
         most = number + 1 if number < MAX_HEADS else 1
         cases += [PoolCase((2,), heads=heads, value_heads=most, **words) for heads in (most, 1)]
-    return [case for case in cases if domain.outside(case) is None]
+    return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
 
 
 def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:

@@ -261,10 +261,6 @@ class Domain(AnyDomain):
         gate = MEMORIES.get(case.gate, 0.0)
         return gate + added * (gate or MEMORIES["64"]) <= MEMORIES[self.strongest_decay] or not added
 
-    @property
-    def carries(self) -> bool:
-        return self.initial_state
-
     def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
         """Return what else must be true of a case inside the domain, each with what is said if it is not."""
         return (

@@ -101,8 +101,8 @@ def limits(domain: Domain) -> list[Case]:
             _narrow_case(domain, WIDE_KEYS, WIDE_VALUES, lengths=(up(3),), packed=apart)
             or _narrow_case(domain, least_value=WIDE_VALUES, lengths=(up(3),), packed=apart),
         ]
-    cases = [case for case in found if case is not None]
-    return [*cases, *(case for number in named(domain) for case in _over(domain, number) if case not in cases)]
+    over = (case for number in named(domain) for case in _over(domain, number))
+    return [*dict.fromkeys((*(case for case in found if case is not None), *over))]
 
 
 def _over(domain: Domain, number: int) -> Iterator[Case]:

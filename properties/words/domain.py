@@ -106,8 +106,8 @@ class AnyDomain(_Usual):
 
     @property
     def carries(self) -> bool:
-        """Whether a call may have initial states."""
-        return False
+        """Whether a call of a rule, a module or a layer may have initial states."""
+        return getattr(self, "initial_state", False)
 
     def check_fields(self, *, operations: Sequence[str] = ()) -> None:
         """Raise ValueError for a field outside its choices, or unless `packed` or `batched` is True."""

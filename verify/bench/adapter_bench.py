@@ -282,8 +282,7 @@ class AdapterBench(Calling):
         The forwards of `others` come between forward and backward. `directions` are those along which second derivatives are
         taken. Returns the outputs and gradients, and what the way has beside them.
         """
-        started = [functools.partial(self._started, *other) for other in others]
-        self.way = ways.WAYS[way](started, directions, keeps_outputs=self.domain.of_call.keeps_outputs)
+        self.way = ways.WAYS[way]([functools.partial(self._started, *other) for other in others], directions)
         try:
             return self.run(inputs, cotangents, frozen=frozen) | self.way.more
         finally:

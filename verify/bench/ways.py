@@ -26,14 +26,10 @@ class Plain:
     """One call, and one backward pass of torch.autograd.grad. `more` are results beside outputs and gradients.
 
     Each of `others` runs the forward of another call, and returns the function that runs its backward and returns its results.
-    `keeps_outputs` says that the outputs belong to the caller alone.
     """
 
-    def __init__(
-        self, others: Sequence[Callable[[], Backward]] = (), directions: Sequence[Results] = (), *, keeps_outputs: bool = True
-    ) -> None:
+    def __init__(self, others: Sequence[Callable[[], Backward]] = (), directions: Sequence[Results] = ()) -> None:
         self.others, self.directions, self.more = others, directions, dict[str, Tensor]()
-        self.keeps_outputs = keeps_outputs
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         """What the implementation returns."""
@@ -161,10 +157,10 @@ class Cleared(Plain):
 
 
 class ClearedOutputs(Cleared):
-    """The same with the outputs, if they belong to the caller alone. Torch may refuse to go on where outputs are views."""
+    """The same with the outputs. Torch may refuse to go on where outputs are views."""
 
     def changed(self, outputs: list[Tensor], leaves: dict[str, Tensor]) -> Sequence[Tensor]:  # noqa: ARG002
-        return outputs if self.keeps_outputs else ()
+        return outputs
 
 
 class Second(Plain):
