@@ -10,7 +10,7 @@ from properties.laws import history, recompute
 from properties.laws.recompute import separations
 from properties.traces.case import TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import (
+from properties.traces.limits import (
     BEHIND,
     CROWDED,
     MANY_RANKS,

@@ -15,8 +15,10 @@ from torch import Tensor
 from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TAGGED, TraceCase
 from properties.traces.domain import TraceDomain
-from properties.traces.drawing import (
-    VALUE_WIDTHS,
+from properties.traces.drawing import VALUE_WIDTHS, trace_cases
+from properties.traces.events import name_of, number_of
+from properties.traces.failing import Retried, let_fail, retried
+from properties.traces.limits import (
     admissions,
     alternating,
     block_ends,
@@ -27,10 +29,7 @@ from properties.traces.drawing import (
     long_requests,
     many_heads,
     repeats,
-    trace_cases,
 )
-from properties.traces.events import name_of, number_of
-from properties.traces.failing import Retried, let_fail, retried
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
 from properties.traces.tags import tags
