@@ -32,7 +32,8 @@ def main(words):
                 "words": words[:-1], "argv": sys.argv[1:-1], "path": sys.path, "where": os.getcwd(),
                 "began": sys.modules["__main__"].__spec__.name, "group": os.getpgrp() == os.getpid(),
                 "environment": dict(os.environ), "colorsys": colorsys.__file__, "open": os.listdir("/proc/self/fd"),
-                "hash": hash("a word"), "buries": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+                "hash": hash("a word"), "input": os.readlink("/proc/self/fd/0"), "buffer": type(sys.stdout.buffer).__name__,
+                "buries": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
             }, report)
     elif how == "prints":
         print("said")

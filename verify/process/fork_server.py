@@ -1,7 +1,8 @@
 """A server process that imports what all workers need and then forks them, so that each starts in milliseconds.
 
 A worker that imports torch takes about a second to start. `python -m verify.process.fork_server SOCKET MODULE...` imports the
-modules once for its supervisor; after that it only waits and forks.
+modules once for its supervisor; after that it only waits and forks. A supervisor that needs the same modules imports them itself
+and forks the server, with `share`.
 
 A forked child must behave like a new process. If anything could differ (a variable that is read when Python or a library starts, a
 module that would be found in another place), the child replaces itself by a new process, with exec. So a forked process differs
@@ -16,6 +17,8 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
+import itertools
 import json
 import math
 import os
@@ -79,7 +82,7 @@ class Forked:
     If the server could not fork, the first method that learns of it raises OSError, once.
     """
 
-    def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
+    def __init__(self, server: "subprocess.Popen[bytes] | _Fork", status: int) -> None:
         self._server, self._status, self._received = server, status, b""
         self._lock = threading.RLock()  # held briefly; reentrant, since a signal handler may call a method in the middle of another
         self._number: int | None = None
@@ -191,16 +194,53 @@ def _runs(process: int | None) -> bool:
     return False
 
 
-class _Server:
-    """The supervisor's side of a server. What the server prints while it imports goes to `output`."""
+class _Fork:
+    """A fork of this process, with the part of subprocess.Popen that a supervisor needs. Any thread may call its methods."""
 
-    def __init__(self, imports: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.early = _early_variables(environment)
+    def __init__(self, pid: int) -> None:
+        self._pid, self._lock = pid, threading.Lock()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, which is negative for a signal, or None while the process runs."""
+        with self._lock:
+            if self._code is None:
+                try:
+                    pid, status = os.waitpid(self._pid, os.WNOHANG)
+                except ChildProcessError:  # whoever started the supervisor had it ignore SIGCHLD, so nobody knows the code
+                    pid, status = self._pid, 0
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._code
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Wait for the end of the process and return its exit code. subprocess.TimeoutExpired after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(__name__, timeout)
+            time.sleep(_MOMENT_S / 10)
+        return code
+
+    def kill(self) -> None:
+        """Kill the process, if it still runs."""
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+
+class _Server:
+    """The supervisor's side of a server: the process, the socket on which it is asked, and its early variables."""
+
+    def __init__(self, process: "subprocess.Popen[bytes] | _Fork", asking: socket.socket, early: Mapping[str, str]) -> None:
+        self.process, self._socket, self.early = process, asking, early
+
+    @classmethod
+    def start(cls, imports: Sequence[str], environment: Mapping[str, str], output: int) -> "_Server":
+        """Start a process that imports. What it prints meanwhile goes to `output`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._socket.close)
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "verify.process.fork_server", str(theirs.fileno()), *imports],
+            undo.callback(ours.close)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *imports],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -209,6 +249,7 @@ class _Server:
                 env=dict(environment),
             )
             undo.pop_all()
+        return cls(process, ours, _early_variables(environment))
 
     def fork(self, asked: Mapping[str, Any], output: int, descriptors: Sequence[int]) -> Forked:
         """Request a child. OSError if the server is gone."""
@@ -283,10 +324,44 @@ def start(
                 return server.fork(asked, output, descriptors)
         if (replaced := _servers.pop(place, None)) is not None:
             replaced.retire()
-        atexit.unregister(_end)
-        atexit.register(_end)
-        _servers[place] = server = _Server(imports, environment, output)
+        server = _serve_at(place, _Server.start(imports, environment, output))
         return server.fork(asked, output, descriptors)
+
+
+def share(imports: Sequence[str], environment: Mapping[str, str], place: int = 0) -> None:
+    """Import modules here, as a server with `environment` would, and fork that server from this process.
+
+    So the modules are imported once for both. Does nothing where the fork could differ from a server that `start` starts: outside
+    Linux, beside other threads, under options of the interpreter. Then `start` starts one.
+    """
+    options = itertools.takewhile(lambda word: word.startswith("-") and word not in ("-c", "-m"), sys.orig_argv[1:])
+    if not HERE or threading.active_count() > 1 or {*options} - {"-P"}:
+        return
+    own = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        missed = _imported(imports)
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+    if missed is None:
+        return  # the worker imports the module again and reports the error
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        _serve_at(place, _Server(_Fork(pid), ours, _early_variables(environment)))
+    else:
+        forked_server(theirs.detach(), dict(environment), missed)
+
+
+def _serve_at(place: int, server: _Server) -> _Server:
+    atexit.unregister(_end)
+    atexit.register(_end)
+    _servers[place] = server
+    return server
 
 
 def _end() -> None:
@@ -322,15 +397,56 @@ class _Missed:
 
 
 def main(control: int, imports: Sequence[str]) -> None:
-    """Run the server. `_asked` returns only in a forked child, which runs the rest of this function."""
-    began, whole, missed = _early_variables(os.environ), False, _Missed()
-    default = [entry for entry in sys.path if entry not in _python_path(os.environ)]
+    """Run a server that was started."""
+    began = dict(os.environ)
+    _run(control, began, _imported(imports))
+
+
+def forked_server(control: int, environment: Mapping[str, str], missed: Collection[str]) -> NoReturn:
+    """Run a server in a fork of its supervisor, whose files and terminal it leaves.
+
+    Of the stack of a worker, only the frames inside this function are its own: its name is where stacks end (worker.py).
+    """
+    try:
+        os.setsid()  # Ctrl-C reaches the supervisor alone
+        sys.modules["__main__"] = sys.modules[__name__]  # what an adapter spawns runs the main module again
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _close_all_but([control])
+        for name, standard in (("stdout", 1), ("stderr", 2)):  # unbuffered, as PYTHONUNBUFFERED makes them
+            before = getattr(sys, f"__{name}__")
+            raw = io.FileIO(standard, "w", closefd=False)
+            stream = io.TextIOWrapper(raw, before.encoding, before.errors, write_through=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        _run(control, environment, missed)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _imported(imports: Sequence[str]) -> Collection[str] | None:
+    """Import modules. Returns the names of those modules that were looked for and not found; None if an import failed."""
+    missed = _Missed()
     sys.meta_path.append(missed)
-    with importing(), contextlib.suppress(Exception):  # the child imports the module again and reports the error
-        for module in imports:
-            importlib.import_module(module)
-        whole = True
-    sys.meta_path.remove(missed)
+    try:
+        with importing():
+            for module in imports:
+                importlib.import_module(module)
+    except Exception:  # the child imports the module again and reports the error
+        return None
+    finally:
+        sys.meta_path.remove(missed)
+    return missed.names
+
+
+def _run(control: int, own: Mapping[str, str], missed: Collection[str] | None) -> None:
+    """Serve. `_next_request` returns only in a forked child, which runs the rest of this function.
+
+    `own` is the environment that the server has imported in, and `missed` what `_imported` returned.
+    """
+    began = _early_variables(own)
+    default = [entry for entry in sys.path if entry and entry not in _python_path(own)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for standard, file in ((1, sys.stdout), (2, sys.stderr)):
         file.flush()
@@ -338,14 +454,14 @@ def main(control: int, imports: Sequence[str]) -> None:
     request, descriptors = _next_request(control)
     environment: dict[str, str] = request["environment"]
     words = [*request["arguments"], *map(str, descriptors)]
-    if not whole or request["executable"] != sys.executable or began != _early_variables(environment):
+    if missed is None or request["executable"] != sys.executable or began != _early_variables(environment):
         _replace(request, words)
     os.environ.clear()
     os.environ.update(environment)
     path = list(dict.fromkeys([*_python_path(environment), *default]))
     importlib.invalidate_caches()
     if path != sys.path:
-        names = {name for name in (*sys.modules, *missed.names, "sitecustomize", "usercustomize") if "." not in name}
+        names = {name for name in (*sys.modules, *missed, "sitecustomize", "usercustomize") if "." not in name}
         before = _places(names)
         sys.path[:] = path
         if _places(names) != before:
@@ -412,12 +528,16 @@ def _next_request(control: int) -> tuple[dict[str, Any], list[int]]:
             with open(request, closefd=False) as file:
                 file.seek(0)
                 asked = json.load(file)
-            for descriptor in map(int, os.listdir("/proc/self/fd")):
-                if descriptor > 2 and descriptor not in descriptors:
-                    with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
-                        os.close(descriptor)
+            _close_all_but(descriptors)
             return asked, descriptors
     os._exit(0)
+
+
+def _close_all_but(descriptors: Collection[int]) -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in descriptors:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+                os.close(descriptor)
 
 
 def _reap(running: dict[int, int]) -> None:

@@ -1,4 +1,6 @@
-"""Starts the first worker before the command imports torch, which takes seconds, so that both import it at the same time.
+"""Starts the first worker before the command imports the rest of what it needs, which takes seconds.
+
+With a GPU both import torch at the same time. Without one this process imports it first, and forks the server of its workers.
 
 This module and what it imports use the standard library alone.
 """
@@ -19,6 +21,8 @@ def begin(device: str | None) -> None:
         no_gpu = device == "cpu" or not os.path.exists("/dev/nvidiactl")
         environment = dict(NO_GPU) if no_gpu else _first_gpu()
         worker = Worker(environment=environment)
+        if no_gpu and "torch" not in sys.modules:
+            worker.share_imports()
         worker.launch()
         _begun.append((environment, list(sys.path), worker))
         atexit.register(worker.close)

@@ -41,7 +41,8 @@ IMPORTS = (
     "verify.execution.prepared",  # the last, because it looks up the files of all modules
 )
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for interpreted kernels: an implementation that sees a GPU would launch its kernels there
-_LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
+# The outermost frame of the main thread, whose stack faulthandler writes last. Frames that may follow are those of a supervisor.
+_LAST = tuple(f" in {name}\n" for name in ("_run_module_as_main", fork_server.forked_server.__name__))
 
 
 class WorkerLost(Exception):
@@ -167,29 +168,38 @@ class Worker:
                 theirs_in, to, from_, theirs_out = pipes
                 errors = undo.enter_context(tempfile.TemporaryFile())
                 fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # else a write after a truncation would fill the gap with zeros
-                # The worker must find modules where this process finds them, or it might check another copy of a kernel.
-                paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
-                process = self._launched(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
+                process = self._launched([theirs_in, theirs_out], errors.fileno())
                 self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
                 self._process, self._starts, self._closes = process, True, False
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
 
-    def _launched(self, path: str, pipes: Sequence[int], output: int) -> Started | Forked:
-        environment = {
+    def share_imports(self) -> None:
+        """Import here what the process of the worker will need, so that it is forked from here and imports nothing by itself."""
+        fork_server.share(IMPORTS, self._whole_environment(), self._place)
+
+    @property
+    def _place(self) -> int:
+        return int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
+
+    def _whole_environment(self) -> dict[str, str]:
+        # The worker must find modules where this process finds them, or it might check another copy of a kernel.
+        paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
+        return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # messages of torch's libraries would push a kernel's last output out of `tail`
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join(paths),
             OUTER_PATH: os.environ.get("PYTHONPATH", ""),
             **self._environment,
         }
-        before = self._under()
+
+    def _launched(self, pipes: Sequence[int], output: int) -> Started | Forked:
+        environment, before = self._whole_environment(), self._under()
         if fork_server.HERE and not before and self._python is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
-            return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
+            return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, self._place)
         process = Started(
             [*before, self._python or sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
@@ -352,9 +362,13 @@ def interrogate(several: Sequence[Interrogated]) -> list[str]:
     for process in several:
         process.interrogate()
     end = time.monotonic() + DUMP_S
-    while not all(_LAST in subject.words() for subject in several) and time.monotonic() < end:
+    while not all(_is_whole(subject.words()) for subject in several) and time.monotonic() < end:
         time.sleep(0.05)
     return [subject.words() for subject in several]
+
+
+def _is_whole(wrote: str) -> bool:
+    return any(frame in wrote for frame in _LAST)
 
 
 def _ended(code: int | None) -> str:
