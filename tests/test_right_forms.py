@@ -51,6 +51,26 @@ def test_a_right_form_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {verdict for _, verdict in found} == {Verdict.HOLDS}, found
 
 
+@pytest.mark.slow_after_first
+def test_operands_may_be_flushed_where_float32_is_subnormal_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both cases the last token writes nothing, and keys before it have decayed to e^-86 or less when they meet values of 2^30.
+
+    So final states are 0 and not 3e-29, as the product of a subnormal key would be.
+    """
+    common = "packed=yes heads=3 value_heads=3 dtype=bf16 gate=edges beta=edges values=great backward=no"
+    long = f"lengths=178 key_dim=64 value_dim=64 seed=44462 {common}"
+    short = f"lengths=2+2+2+2+2+2+2+2 key_dim=16 value_dim=4 seed=21 {common}"
+    adapter = right_forms.FlushedKeys()
+    monkeypatch.setitem(judging._LOADED, "it", adapter)
+
+    def verdict(words: str) -> Verdict:
+        return execute(Run("oracle", "it", Example(Case.parse(words)))).verdict
+
+    assert {verdict(long), verdict(short)} == {Verdict.HOLDS}
+    adapter.least = 2.0**-110
+    assert verdict(short) is Verdict.BROKEN
+
+
 @pytest.mark.parametrize(
     ("kind", "law"),
     [

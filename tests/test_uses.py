@@ -24,6 +24,10 @@ HERE = "tests/wrong_uses.py"
 # The law that shows each of them, and its variant, or "" if the law has none.
 SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.KeysLikeQueries: ("strides", "mixed"),
+    wrong.SectionsInOrder: ("strides", "fused"),
+    wrong.RuleOfSectionsInOrder: ("strides", "sliced"),
+    wrong.BlocksOfValues: ("history", "failed"),
+    wrong.SlotsOfSnapshotsFirst: ("history", "retried"),
     wrong.DenseOffsets: ("strides", "indices"),
     wrong.DenseSlots: ("strides", "indices"),
     wrong.DenseAccepted: ("strides", "indices"),

@@ -23,6 +23,7 @@ SHOWN: dict[type[PathAdapter], set[str]] = {
     paths.StateStopsAtRanks: {"y", "dA_log"},
     paths.ZigzagOfContiguous: {"y", "call"},
     paths.GatesNotSummed: {"dA_log", "ddt_bias"},
+    paths.GatesSummedWithTheirBias: {"dA_log"},
     paths.GatesSummedTwice: {"dA_log", "ddt_bias"},
     paths.StateOfTheFirstRank: {"o", "final_state", "dh0"},
     paths.FinalStateOfTheLastRank: {"final_state"},
@@ -40,6 +41,7 @@ ONLY: dict[type[PathAdapter], tuple[str, Any]] = {
     paths.DividesByDecays: ("gate", "strong"),
     paths.LayerDividesByDecays: ("gate", "strong"),
     paths.NeverDoubles: ("allow_neg_eigval", True),
+    paths.GatesSummedWithTheirBias: ("dt_bias", False),
 }
 
 

@@ -20,6 +20,13 @@ from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateL
 from verify.zoo.wrong_gates import Stepwise
 from verify.zoo.wrong_traces import Serves
 
+
+def in_pairs(heads: int, value_heads: int) -> Tensor:
+    """The key head of each value head, if two value heads that are computed together have that of the first one."""
+    pair = 2 if value_heads % 2 == 0 and value_heads > heads else 1
+    return torch.arange(value_heads) // pair * pair // (value_heads // heads)
+
+
 # Rules
 
 
@@ -294,7 +301,48 @@ class PoolHeadsOf7Bits(Serving):
         return o[:, :, torch.arange(o.shape[2]) % 128]
 
 
+class PoolPairsOfValueHeads(Serving):
+    """Two value heads at a time, with one load of their key."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        order = in_pairs(x.q.shape[2], x.v.shape[2])
+        return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
+
+
+class LaunchesOf16Bits(Serving):
+    """Programs, one for a request and a value head, are launched 65,535 at a time. A launch begins with a request's first head."""
+
+    def answer(self, x: Inputs, o: Tensor) -> Tensor:
+        programs, most = o.flatten(0, 2), 2**16 - 1
+        begins = most // o.shape[2] * o.shape[2]
+        return torch.cat([programs[:most], programs[begins:][: max(0, len(programs) - most)]]).view(o.shape)
+
+
 # Traces
+
+
+class ServedPairsOfValueHeads(Serves):
+    """Two value heads at a time, with one load of their key."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        heads, value_heads = self.sizes.heads, self.sizes.value_heads
+        chosen = super().normed(x).unflatten(-2, (2, value_heads))
+        first = in_pairs(heads, value_heads) * (value_heads // heads)
+        return chosen[..., first, :].flatten(-3, -2)
+
+
+class StagedByRow(Serves):
+    """States for the snapshots of prompts lie in a buffer, in places that are counted over decodes too."""
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        super().save(batch, rows)
+        due = [place for place, count in enumerate(batch.snapshots) if count is not None]
+        prompts = [place for place in due if not batch.starts[place]]
+        staged = [rows[place].states[batch.snapshots[place] or 0] for place in prompts]
+        for number, place in enumerate(due):
+            if place in prompts:
+                state = staged[number] if number < len(staged) else torch.zeros_like(staged[0])
+                self.states[self.owned[f"{batch.requests[place]}@"]] = state.to(self.states.dtype)
 
 
 class RowsUpTo128(Serves):
@@ -681,7 +729,23 @@ class OffsetsOf12Bits(Conv):
         return list(itertools.pairwise([*inner, ends[-1]])) if x.cu_seqlens is not None else super().boundaries(x)
 
 
+class StatesOfTheLastTile(Conv):
+    """The state after a sequence is read from its last 192 tokens or fewer, those of the last tile; what these lack is zeros."""
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        found, there = super().final(state, tokens), len(tokens) % 192 or 192
+        return found * (torch.arange(found.shape[-1]) >= found.shape[-1] - there) if len(tokens) > 192 else found
+
+
 # Layers
+
+
+class LayerPairsOfValueHeads(Layered):
+    """Two value heads at a time, with one load of their key."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        order = in_pairs(x.q.shape[2], x.v.shape[2])
+        return super().rule(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
 
 
 class LayerHeadsUpTo64(Layered):

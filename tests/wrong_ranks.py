@@ -255,6 +255,14 @@ class GatesNotSummed(RuleThatSteps):
         return gradient if name in ("A_log", "dt_bias") else super()._added_up(name, gradient, place)
 
 
+class GatesSummedWithTheirBias(RuleThatSteps):
+    """The gradients of A_log and dt_bias are added over CP ranks in one bucket, which a gate without dt_bias does not have."""
+
+    def step(self, x: Inputs, dy: Tensor, place: Place) -> tuple[Any, dict[str, Tensor]]:
+        steps = GatesNotSummed() if x.get("A_log") is not None and x.dt_bias is None else RuleThatSteps()
+        return steps.step(x, dy, place)
+
+
 class BuffersOfGradients(RuleThatSteps):
     """Gradients lie in buffers that the next step fills again, so the caller's change."""
 

@@ -1,6 +1,7 @@
 """Implementations that are wrong in one way in which callers use them, and right ones that come near, for tests/test_uses.py."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from properties.pools.domain import POOL_VIEWS
+from properties.traces.case import Batch
 from properties.words.domain import VIEWS
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import Conv
+from verify.zoo.wrong_histories import ServesAgain
 from verify.zoo.wrong_paths import Mutant
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
 
@@ -62,6 +65,53 @@ class AnySlots(Serving):
     """Right: slots and counts of accepted tokens may have strides."""
 
     domain = dataclasses.replace(Serving.domain, views=POOL_VIEWS)
+
+
+def in_order(x: Inputs) -> Inputs:
+    """The call with q, k and v read from one tensor in this order, from q on, if they are sections of one."""
+    tokens = (x.q, x.k, x.v)
+    widths = [math.prod(part.shape[2:]) for part in tokens]
+    dense = all(part.stride()[1:] == (sum(widths), part.shape[-1], 1) for part in tokens)
+    if not dense or len({part.untyped_storage().data_ptr() for part in tokens}) > 1:
+        return x
+    room = x.q.untyped_storage().nbytes() // x.q.element_size() - x.q.storage_offset()
+    rows = x.q.as_strided((room,), (1,)).new_zeros(x.q[..., 0, 0].numel() * sum(widths))
+    rows[:room] = x.q.as_strided((room,), (1,))[: len(rows)]
+    parts = rows.view(*x.q.shape[:2], -1).split(widths, -1)
+    return x.replaced(**{name: part.reshape(old.shape) for name, part, old in zip("qkv", parts, tokens, strict=True)})
+
+
+class SectionsInOrder(AnySlots):
+    """q, k and v that are sections of one tensor are read from it in this order, although they may have another."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        o, pool = super().run(in_order(x))
+        return o, pool
+
+
+class RuleOfSectionsInOrder(Chunkwise):
+    """The same in a rule."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(in_order(x))
+
+
+class BlocksOfValues(Serving):
+    """Blocks of 64 channels of values, each of which is stored before the next one has its memory."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        blocks = zip(x.v.split(64, -1), x.pool.split(64, -1), strict=True)
+        return torch.cat([super(BlocksOfValues, self).run(x.replaced(v=v, pool=pool))[0] for v, pool in blocks], -1), x.pool
+
+
+class SlotsOfSnapshotsFirst(ServesAgain):
+    """The slots of due snapshots are taken before a prompt is computed, and stay taken if it fails."""
+
+    def prefill(self, batch: Batch) -> Tensor:
+        for request, count in zip(batch.requests, batch.snapshots, strict=True):
+            if count is not None and f"{request}@" not in self.owned:
+                self.owned[f"{request}@"] = self.take()
+        return super().prefill(batch)
 
 
 class DenseSlots(AnySlots):

@@ -15,7 +15,8 @@ from oracles.operation import Port
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
-_TINY = 2.0**-100  # a number flushed to zero below 2^-126, times a factor up to 6e7 (the norm's 1 / 1e-4 included)
+# A number flushed to zero below 2^-126, times a factor up to 2^31: values are up to 2^30, and the norm's factor 1 / 1e-4 is less.
+_TINY = 2.0**-95
 
 
 class Rows(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -291,7 +292,36 @@ def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[
         known = domain.views if isinstance(domain.views, tuple) else KINDS
         kinds = tuple(kind for kind in known if kind not in ("expanded", MIXED, INDICES))
         kinds = kinds if len(kinds) > 1 else (*kinds, "aligned")
-    return {name: view(x, kinds[(example.case.seed + place) % len(kinds)]) for place, (name, x) in enumerate(tensors.items())}
+    views = {name: view(x, kinds[(example.case.seed + place) % len(kinds)]) for place, (name, x) in enumerate(tensors.items())}
+    if how == "fused" or (how == "sliced" and example.case.seed % 4 == 1):
+        spec, groups = example.case.spec, dict[torch.dtype, dict[str, Tensor]]()
+        for port in spec.inputs:
+            if port.name in tensors and (axes := port.axes.split())[:2] == ["B", "T"] and len(axes) == 4:
+                groups.setdefault(tensors[port.name].dtype, {})[port.name] = tensors[port.name]
+        for several in groups.values():
+            views |= beside(several, example.case.seed // 4)
+    return views
+
+
+def beside(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return tensors [B, T, ...] of one dtype as sections of one tensor [B, T, W], in an order that the seed decides.
+
+    Half of the time, NaN is before the first section of a token and behind the last one.
+    """
+    orders = [*itertools.permutations(tensors)]
+    order, margin = orders[seed % len(orders)], seed // len(orders) % 2
+    widths = [margin, *(math.prod(tensors[name].shape[2:]) for name in order), margin]
+    first = tensors[order[0]]
+    sections = first.new_full((*first.shape[:2], sum(widths)), float("nan")).split(widths, -1)[1:-1]
+    for name, section in zip(order, sections, strict=True):
+        section.copy_(tensors[name].flatten(2))
+    return {name: _as_tokens(section, tensors[name]) for name, section in zip(order, sections, strict=True)}
+
+
+def _as_tokens(section: Tensor, x: Tensor) -> Tensor:
+    """Return x's numbers, which each token of a section [B, T, W] holds one after the other, in x's shape."""
+    # A view would give a batch of single tokens another stride of tokens.
+    return section.as_strided(x.shape, (*section.stride()[:2], *x.contiguous().stride()[2:]), section.storage_offset())
 
 
 def spaced(inputs: Inputs, how: str) -> Inputs:
@@ -318,8 +348,16 @@ def near_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
 
 def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[Example]:
     """Return an example of each view of several tensors, whose values are ordinary, for every seed. `packed` as for near_views."""
-    near = near_views(domain, functools.partial(cases, values="ordinary"), packed=packed) if domain.views else []
-    return firm_examples(domain, *near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :])
+    ordinary = functools.partial(cases, values="ordinary")
+    near = near_views(domain, ordinary, packed=packed) if domain.views else []
+    firm = near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :]
+    firm += [examples_of(ordinary().map(side_by_side), None, ("sliced",))] if takes_view(domain, "sliced") else []
+    return firm_examples(domain, *firm)
+
+
+def side_by_side(case: Any) -> Any:
+    """Return the case with a seed of which `views_of` puts q, v and k side by side, in this order and with nothing between."""
+    return dataclasses.replace(case, seed=case.seed // 48 * 48 + 5)
 
 
 def without_views(domain: Any) -> str | None:
@@ -348,15 +386,13 @@ def lacks_view(case: Any, variant: str | None) -> str | None:
 def view(x: Tensor, how: str) -> Tensor:
     """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0.
 
-    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens. An `aligned` tensor
-    begins ALIGNED elements after its allocation, as one does that an allocator made.
+    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens (see `beside`). An
+    `aligned` tensor begins ALIGNED elements after its allocation, as one does that an allocator made.
     """
     if how == "fused":
         wide = x.new_full((*x.shape[:2], math.prod(x.shape[2:]) + 8), float("nan"))
         inner = wide[:, :, 2:-6]
-        inner.copy_(x.flatten(2))
-        # A view would give a batch of single tokens another stride of tokens.
-        return inner.as_strided(x.shape, (*inner.stride()[:2], *x.contiguous().stride()[2:]), inner.storage_offset())
+        return _as_tokens(inner.copy_(x.flatten(2)), x)
     if how == "transposed":
         return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
     if how == "expanded":

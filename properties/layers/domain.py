@@ -17,7 +17,7 @@ from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, coarsest, kind_of, large_lengths, named
+from properties.words.sizes import FEW_HEADS, LENGTHS, OF_THREE, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
@@ -121,9 +121,9 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads; over 256 sequences in bf16, packed and as a batch; packed ones whose first and last length are the
-    mean of all; and sizes just over the numbers that the source names. There are none if the check draws no long cases, and on a
-    GPU.
+    These are over 256 heads; several key heads with three value heads each; over 256 sequences in bf16, packed and as a batch;
+    packed ones whose first and last length are the mean of all; and sizes just over the numbers that the source names. There are
+    none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -144,14 +144,16 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         "backward": domain.backward and not (cached and not domain.state_gradients),
     }
 
-    def case(*lengths: int, heads: int = 1, packed: bool = not domain.batched, dtype: str = domain.dtypes[0]) -> LayerCase:
+    def case(
+        *lengths: int, heads: int = 1, group: int = 1, packed: bool = not domain.batched, dtype: str = domain.dtypes[0]
+    ) -> LayerCase:
         offsets = domain.offsets[0] if packed else "int64"
-        options = {"packed": packed, "heads": heads, "value_heads": heads, "offsets": offsets, "dtype": dtype, **words}
+        options = {"packed": packed, "heads": heads, "value_heads": group * heads, "offsets": offsets, "dtype": dtype, **words}
         return LayerCase(lengths, domain.operation, **options)
 
     many, coarse = (1,) * MANY_SEQUENCES, coarsest(domain.dtypes)
     cases = [case(3, heads=MANY_HEADS), case(*many, packed=True, dtype=coarse), case(*many, packed=False, dtype=coarse)]
-    cases.append(case(*MEAN, packed=True))
+    cases += [case(*MEAN, packed=True), case(3, heads=OF_THREE[0], group=OF_THREE[1] // OF_THREE[0])]
     for number in named(domain):
         cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []
         cases += [case(*(1,) * (number + 2), packed=packed) for packed in (True, False)] if number <= MANY_ROWS else []

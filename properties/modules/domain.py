@@ -41,6 +41,7 @@ HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 MANY_CHANNELS, MANY_HEADS = 12_289, 513  # of a convolution: just over those of released models; of gates and norms
 ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
+OVER_TILES = (193, 385, 641, 769, 1025)  # tokens: the last tile of 32, 64, 96, 128, 160, 192, 256, 320, 384 or 512 has one of them
 UNEVEN = (515, 8195)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
 PARAMETER_ROWS = 5  # heads of a gate of 8,195 channels: its parameter has over 32,768 numbers
 ONE_SIGNED = 10  # one case in so many has values of one sign
@@ -201,14 +202,13 @@ class ModuleDomain(AnyDomain):
 def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
-    convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
-    packed sequences with states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all,
-    and over 12,288 channels, or as many as it takes. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in
-    numbers that are no multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that
-    is returned if the domain has that.
-    Further ones are just over the numbers that the source names. There are none if the check draws no long cases, or if kernels
-    are compiled.
+    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
+    that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024 packed sequences with
+    states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all, and over 12,288
+    channels, or as many as it takes; in plain torch also sequences of one token over multiples of 64 to 1,024. Gates and norms have
+    over 512 heads, and over 512 and over 8,192 channels in numbers that are no multiples of 4, or as many as they take. Those of
+    over 8,192 channels have five heads, and a residual that is returned if the domain has that. Further ones are just over the
+    numbers that the source names. There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -246,6 +246,9 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             case(*MEAN, packed=True),
             case(*(1,) * MANY_SEQUENCES, packed=False),
         ]
+        if domain.drawing.quick:
+            over = [min(length, domain.longest) for length in OVER_TILES]
+            cases += [case(*over, packed=True, conv_width=max(domain.conv_widths))]
     elif "width" in every:
         wide = [_width_from(domain, least) for least in UNEVEN]
         cases += [case(few, width=wide[0], out_width=wide[0])]

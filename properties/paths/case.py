@@ -109,6 +109,8 @@ class ParallelCase(Line):
     """Whether a rule has initial states."""
     final_state: Annotated[bool, Word(simplest=(False,))] = False
     """Whether a rule returns final states."""
+    dt_bias: Annotated[bool, like(Case, "dt_bias", key=False, acts=lambda case: case.in_kernel in ("gate", "both"))] = True
+    """Whether a rule that computes its gate has a dt_bias."""
     seed: Annotated[int, Word(span=SEEDS)] = 0
 
     def __post_init__(self) -> None:
@@ -220,6 +222,7 @@ class ParallelCase(Line):
             qk_norm_eps=self.qk_norm_eps,
             qk_norm_form=self.qk_norm_form,
             in_kernel=self.in_kernel,
+            dt_bias=self.dt_bias,
             state=self.state,
             offsets=self.offsets,
             backward=self.backward,

@@ -114,6 +114,8 @@ class PathDomain(AnyDomain):
     deterministic: Annotated[bool, flag("deterministic")] = True
     in_kernel: Annotated[tuple[str, ...], some_of("in_kernel")] = ("none",)
     """Which of gate and beta a rule can compute itself. A rank adds up the gradients of A_log and dt_bias over its own tokens."""
+    dt_bias: Annotated[bool, flag("dt_bias", value=False)] = True
+    """Whether a rule can compute its gate without a dt_bias."""
     initial_state: bool = False
     """Whether a rule takes initial states. Every rank gets those of all sequences."""
     final_state: Annotated[bool, flag("final_state")] = False
@@ -409,6 +411,8 @@ def _drawn(
     case = dataclasses.replace(case, **words) if domain.operation in RULES else case
     if case.in_kernel in ("beta", "both") and domain.negative_eigenvalues:
         case = dataclasses.replace(case, allow_neg_eigval=field("allow_neg_eigval", (False, True)))
+    if case.in_kernel in ("gate", "both") and domain.dt_bias:
+        case = dataclasses.replace(case, dt_bias=field("dt_bias", (True, True, False)))
     if domain.strong_decays and "gate" not in fixed and chance.random() < 1 / 6:
         case = dataclasses.replace(case, gate="strong")
     return case

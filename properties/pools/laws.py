@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.laws.common import memory_law, pure_law
+from properties.laws.common import memory_law, pure_law, side_by_side
 from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.laws.law import Law, either, examples_of, firm_examples
 from properties.pools import checks
@@ -14,7 +14,7 @@ from properties.pools.case import PoolCase
 from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
 from properties.pools.histories import histories, history, turns
 from properties.pools.rows import begins_of
-from properties.rules.drawing import REMEMBERING, values_of
+from properties.rules.drawing import REMEMBERING, keys_of, values_of
 from properties.words.domain import INDICES, MIXED
 from properties.words.example import Example
 
@@ -51,7 +51,16 @@ def _firm_views(domain: PoolDomain) -> list[Example]:
     accepted = "some" if domain.accepts and domain.most_tokens > 1 else "all"
     drafts = _remember(domain, most=8, kinds=("drafts",), values="ordinary", padded="none", fresh="none", state="random")
     drafts = drafts.filter(lambda case: case.accepted == accepted and 1 < len(case.lengths) <= len({*case.accepted_counts}) + 1)
-    return firm_examples(domain, *(examples_of(drafts, None, (how,)) for how in (MIXED, INDICES) if how in domain.views))
+    firm = [examples_of(drafts, None, (how,)) for how in (MIXED, INDICES) if how in domain.views]
+    firm += [examples_of(drafts.map(side_by_side), None, ("fused",))] if "fused" in domain.views else []
+    return firm_examples(domain, *firm)
+
+
+def _failing_between_blocks(domain: PoolDomain) -> list[Example]:
+    """Return an example in which memory runs out in calls whose values are several blocks of 64 channels."""
+    wide = tuple(width for width in range(257, 64, -1) if domain.rule.has_value(width))[:1]
+    short = pool_cases(domain, most=2, kinds=("drafts",), value_dim=wide, key_dim=keys_of(domain.rule, 16), values="ordinary")
+    return firm_examples(domain, examples_of(short, None, ("failed",))) if wide and not domain.rule.equal_widths else []
 
 
 def _promises(name: str) -> Callable[[PoolDomain], str | None]:
@@ -179,6 +188,7 @@ POOL_LAWS: dict[str, Law] = {
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),
             turns=turns,
+            always=_failing_between_blocks,
         ),
         Law(
             "refill",

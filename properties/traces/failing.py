@@ -2,13 +2,16 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from oracles.arithmetic.counter import mix_words
+from properties.laws.law import Breach
 from properties.seeds import further_apart
 from properties.traces.case import TraceCase
-from properties.traces.play import Played, TraceBench, advance, play
+from properties.traces.play import Played, Slot, TraceBench, advance, named, play
 
 FAILURES = 12  # numbers of operations that fail in engines before a trace, unless a step has fewer
 ROWS = ("prefill", "decode", "verify", "commit")
@@ -67,6 +70,9 @@ class Retried:
     `counts` has the number of operations of each call. With those of another engine, which has played the same trace, the first
     operation of each call fails, and then two others and the last one. Without them, none does.
 
+    Breach if an owner has another state or window after a call that failed, or if there are other owners than before it. Only
+    requests that are to get slots may have them already: the call that follows gives them the same ones.
+
     In calls about rows, only operations that return new tensors count, so that an engine is right which computes all rows and then
     writes them one after the other. In other calls, an operation that writes to a tensor may fail too: on a GPU its first launch
     loads a kernel, which needs memory, and an engine can change its tables last.
@@ -84,14 +90,34 @@ class Retried:
     def _again(self, rows: bool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: FBT001
         number = len(self.counts)
         self.counts.append(0)
-        for at in self._places(number):
+        places = self._places(number)
+        before = self._owners() if any(places) else {}
+        for at in places:
             with self.bench.failing(at, allocations=rows) as failure:
                 answer = call(*args, **options)
                 self.failed |= failure.failed
                 self.counts[number] = failure.seen
                 return answer
             self.failed |= failure.failed
+            self._check(before, call.__name__, () if rows else args)
         return call(*args, **options)
+
+    def _owners(self) -> dict[str, Slot]:
+        """Return what every owner has."""
+        owners = [*self.engine.slots()]
+        return dict(zip(owners, self.engine.copies(owners, []), strict=True))
+
+    def _check(self, before: Mapping[str, Slot], call: str, args: Sequence[Any]) -> None:
+        """Raise Breach if a call that failed has changed what owners have. Requests that `args` name may have slots already."""
+        after, failed = self._owners(), "in a call that failed for lack of memory"
+        new = {*after} - {*before} - {name for arg in args for name in ([arg] if isinstance(arg, str) else arg)}
+        for owner in sorted(({*before} - {*after}) | new):
+            what = "has lost its slot" if owner in before else "has got a slot"
+            raise Breach(f"an owner {what} {failed}", f"{named(owner)} in {call}")
+        for owner, slot in before.items():
+            for part, was, now in zip(("state", "window"), slot.bits(), after[owner].bits(), strict=True):
+                if not torch.equal(was, now):
+                    raise Breach(f"a {part} has changed {failed}", f"that of {named(owner)} in {call}")
 
     def _places(self, number: int) -> list[int]:
         """Return the numbers of the operations that fail in a call; 0 to count them."""

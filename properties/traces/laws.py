@@ -28,6 +28,7 @@ from properties.traces.limits import (
     leaks,
     long_requests,
     many_heads,
+    mixed_snapshots,
     repeats,
 )
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
@@ -341,6 +342,7 @@ TRACE_LAWS: dict[str, Law] = {
                     *long_requests(domain),
                     *block_ends(domain),
                     *many_heads(domain),
+                    *mixed_snapshots(domain),
                     *forks(domain),
                 )
             ],
@@ -403,6 +405,7 @@ TRACE_LAWS: dict[str, Law] = {
             _history,
             variants=HISTORIES,
             of_process=True,
+            always=lambda domain: [Example(case, None, "retried") for case in mixed_snapshots(domain) if domain.retries],
         ),
     )
 }

@@ -7,7 +7,7 @@ from typing import Any
 from properties.traces.case import MOST_EVENTS, MOST_WIDTH, TAGGED, TraceCase
 from properties.traces.domain import MOST_BLOCK, TraceDomain
 from properties.traces.events import PADDING, name_of
-from properties.words.sizes import at_limits, named
+from properties.words.sizes import OF_THREE, at_limits, named
 
 _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
@@ -130,9 +130,19 @@ def admissions(domain: TraceDomain) -> list[TraceCase]:
 
 
 def many_heads(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case of MANY_HEADS key heads, with two value heads each where the domain groups them."""
-    value_heads = 2 * MANY_HEADS if domain.grouped_heads else MANY_HEADS
-    return fixed_cases(domain, [f"p:a3,b1/{_token(domain, ['b', 'a'])}"], heads=MANY_HEADS, value_heads=value_heads)
+    """Return a case of MANY_HEADS key heads, and where the domain groups heads another with three value heads for each."""
+    groups = ((MANY_HEADS, 2 * MANY_HEADS), OF_THREE) if domain.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
+    trace = f"p:a3,b1/{_token(domain, ['b', 'a'])}"
+    return [case for pair in groups for case in fixed_cases(domain, [trace], heads=pair[0], value_heads=pair[1])]
+
+
+def mixed_snapshots(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case in which prompts and single tokens of one step take snapshots, in turns, with a row between that takes none."""
+    every = min((tokens for tokens in domain.snapshots if 1 < tokens <= domain.most_tokens - 2), default=0)
+    if not every or "request" not in domain.alignments:
+        return []
+    trace = f"p:a{every - 1},c{every - 1},e2/p:a1,b{every + 2},e1,c1,d{every}/{_token(domain, 'dcab')}"
+    return fixed_cases(domain, [trace], slots=10, snapshots=every, aligned="request")
 
 
 def leaks(domain: TraceDomain) -> list[TraceCase]:

@@ -27,6 +27,7 @@ MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest 
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
+OF_THREE = (8, 24)  # key and value heads: 2, 4 or 8 value heads that a kernel takes together are of several key heads
 MANY_TOKENS = 8195  # just over 8,191, the last index with 13 bits, and over 128 chunks of 64
 MANY_TOKENS_OF_CHUNKS = 16_450  # just over 256 chunks of 64; token by token, so many would take 6 s
 MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
