@@ -9,7 +9,7 @@ from tests.alone import told
 from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.cli import main, settings
-from verify.cli.parsers import parser
+from verify.cli.parsers import parser, refuse
 from verify.cli.verb_options import options_of
 from verify.execution import service
 from verify.process import prestart
@@ -25,11 +25,13 @@ def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin(words: str) -> None:
     namespace = settings.parse(parser(), words.split())
+    refuse(namespace)
     main._prestart(options_of(namespace.kind, namespace))
 
 
-def test_it_answers_as_any_worker_and_is_taken_once() -> None:
-    begin("check fla/chunk --device=cpu")
+@for_each("words", ["check fla/chunk --device=cpu", "repeat law=oracle"])
+def test_it_answers_as_any_worker_and_is_taken_once(words: str) -> None:
+    begin(words)
     assert prestart.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
     worker = prestart.take(NO_GPU, 60.0)
     assert worker is not None
@@ -42,7 +44,7 @@ def test_it_answers_as_any_worker_and_is_taken_once() -> None:
     assert prestart.take(NO_GPU, 60.0) is None
 
 
-@for_each("words", ["repeat law=oracle", "list", "check x.py:A --ranks=2", "check x.py:A --sanitize"])
+@for_each("words", ["repeat law=oracle --ranks=2", "list", "check fla/conv --ranks=2", "check fla/conv --sanitize"])
 def test_nothing_begins_for_commands_that_need_none_or_another(words: str) -> None:
     begin(words)
     assert prestart.take(NO_GPU, 60.0) is None

@@ -18,7 +18,7 @@ from verify.cli.exits import INTERRUPTED, UNDECIDED, USAGE
 from verify.cli.options import find_in
 from verify.cli.parsers import parser, refuse
 from verify.cli.terminal import Unwritable, print_error
-from verify.cli.verb_options import CheckOptions, SoakOptions, options_of
+from verify.cli.verb_options import CheckOptions, RepeatOptions, SoakOptions, options_of
 from verify.process import prestart
 from verify.process.choices import NoGpu, NoInterpreter, NoSanitizer
 from verify.process.fork_server import importing
@@ -73,6 +73,8 @@ def _prestart(options: object) -> None:
     match options:
         case CheckOptions(ranks=None, sanitize=None) | SoakOptions():
             prestart.begin(options.device)
+        case RepeatOptions(ranks=None, sanitize=None):
+            prestart.begin("cuda" if "device=cuda" in options.line.split() else "cpu")
 
 
 def _discard_stdout() -> None:

@@ -1,6 +1,7 @@
 """The verb `repeat`: run one printed line again."""
 
 import contextlib
+from typing import Any
 
 from verify.cli import upstream
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
@@ -23,6 +24,7 @@ from verify.findings import known
 from verify.findings import report as text
 from verify.findings.store import Store
 from verify.gpu import device as devices
+from verify.process import prestart
 from verify.process.choices import NoGpu
 from verify.process.messages import RunOne
 from verify.process.outcome import Verdict
@@ -89,7 +91,9 @@ def repeat(options: RepeatOptions) -> int:
 
 
 def _worker(options: RepeatOptions, device: str) -> Worker:
-    return Worker(deadline_of(options), environment=devices.environment(device), sequential=options.sequential)
+    settings: dict[str, Any] = {"environment": devices.environment(device), "deadline_s": deadline_of(options)}
+    settings["sequential"] = options.sequential
+    return prestart.take(**settings) or Worker(**settings)
 
 
 def _judge_again(line: WatchedLine, options: RepeatOptions) -> int:
