@@ -21,7 +21,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PoolPairsOfValueHeads: ("oracle", ("heads=8 value_heads=24",)),
     wrong.ServedPairsOfValueHeads: ("session", ("heads=8 value_heads=24",)),
     wrong.LayerPairsOfValueHeads: ("oracle", ("heads=8 value_heads=24",)),
-    wrong.LaunchesOf16Bits: ("oracle", ("heads=512 value_heads=512",)),
+    wrong.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
     wrong.StagedByRow: ("session", ("/p:a1,b66,e1,c1,d64/",)),
     wrong.StatesOfTheLastTile: ("oracle", ("lengths=193+385+641+769+1025",)),
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),

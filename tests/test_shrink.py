@@ -123,6 +123,7 @@ def untried(smaller: Smaller, cases: Sequence[Any]) -> set[str]:
 def test_every_word_of_a_case_is_tried() -> None:
     cases = [book_for("oracle", dict(word.split("=") for word in line.split()).get("op")).case.parse(line) for line in LARGE[:5]]
     cases += [CallCase.parse(LARGE[5]), TraceCase.parse(LARGE[6]), ParallelCase.parse(PARALLEL)]
+    cases.append(ParallelCase.parse("op=gated_delta_rule cp=2 layout=contiguous lengths=8 in_kernel=gate"))
     for book in BOOKS:
         mine = [case for case in cases if type(case) is book.case]
         assert mine, book.name

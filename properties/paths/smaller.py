@@ -1,6 +1,7 @@
 """How cases of paths shrink."""
 
 from properties.paths.case import ParallelCase
+from properties.rules.smaller import other_dt_bias
 from properties.words.smaller import (
     Changes,
     Smaller,
@@ -41,7 +42,7 @@ def _shared_heads(case: ParallelCase) -> Changes:
 
 SMALLER_PATHS = Smaller(
     ParallelCase,
-    (_mesh, fewer_sequences, unpacked, _pieces, shorter_sequences, _shared_heads),
+    (_mesh, fewer_sequences, unpacked, _pieces, shorter_sequences, _shared_heads, other_dt_bias),
     ("key_dim", "value_dim", "hidden"),
     telling=(longer_sequences,),
 )

@@ -19,7 +19,7 @@ from properties.words.lengths import EDGES
 from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import MANY_SEQUENCES, MOST_ALONG_Y, OF_THREE, at_limits, named
+from properties.words.sizes import MANY_SEQUENCES, OF_THREE, at_limits, named
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
@@ -160,7 +160,7 @@ _NUMBERS = 2**17  # most numbers in a pool
 MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
-MANY_PROGRAMS = 512  # heads of over 128 requests, which together are over 65,535
+MANY_PROGRAMS = 64  # heads of over 1,024 requests, which together are over 65,535
 MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
 _MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
 
@@ -200,12 +200,12 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots, of which in another case some begin; over 256
-    requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens, of
-    which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
-    over 256 heads, with several value heads for each key head; over 256 value heads for one key head; three for each of several key
-    heads; over 65,535 programs, one for each request and value head, whose first 65,535 end inside a request; and sizes just over
-    the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many, of which some begin, with so many heads that
+    there are over 65,535 programs, one for each request and head, and that the first 65,535 end inside a request; over 256 requests
+    of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens, of which
+    some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these; over 256
+    heads, with several value heads for each key head; over 256 value heads for one key head; three for each of several key heads;
+    and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -226,17 +226,16 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         "indices": domain.indices[0],
     }
     few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
-    group = 2 if rule.grouped_heads else 1
+    group, fresh = 2 if rule.grouped_heads else 1, "some" if domain.fresh else "none"
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
-        PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
+        PoolCase((1,) * MANY_SEQUENCES, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, fresh=fresh, **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
         PoolCase((1,), heads=MANY_HEADS, value_heads=group * MANY_HEADS, **words),
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
         PoolCase((1, 2), heads=OF_THREE[0], value_heads=OF_THREE[1], **{**words, "packed": True}),
-        PoolCase((1,) * (MOST_ALONG_Y // MANY_PROGRAMS + 2), heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
         *_long_drafts(domain, words),
     ]
     accepted = "some" if domain.accepts else "all"
