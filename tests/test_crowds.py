@@ -95,7 +95,10 @@ def test_the_batch_is_as_small_as_the_domain_allows() -> None:
     case = crowd(SIZED)
     assert case is not None
     assert len(case.lengths) * case.value_heads > 65_535
-    assert (case.lengths, case.value_heads, case.key_dim, case.value_dim) == ((1,) * CROWD[0], CROWD[1], 1, 1)
+    assert (case.lengths, case.value_heads, case.key_dim, case.value_dim) == ((1,) * CROWD[0], CROWD[1], 2, 1)
+    one_key = crowd(dataclasses.replace(SIZED, key_widths=(1, 128), key_dims=Domain.key_dims))
+    assert one_key is not None
+    assert one_key.key_dim == 1
     narrow = crowd(dataclasses.replace(SIZED, key_dims=(16, 64), value_dims=(20, 64), width_step=4, equal_widths=True))
     assert narrow is not None
     assert (narrow.key_dim, narrow.value_dim) == (20, 20)

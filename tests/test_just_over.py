@@ -24,6 +24,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
     wrong.StagedByRow: ("session", ("/p:a1,b66,e1,c1,d64/",)),
     wrong.StatesOfTheLastTile: ("oracle", ("lengths=193+385+641+769+1025",)),
+    wrong.StatesOfLaterLaunches: ("recall", ("heads=1024 value_heads=1024",)),
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.SequencesOf11Bits: ("recall", ("packed=yes key_dim=2",)),
     wrong.NumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),

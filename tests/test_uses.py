@@ -36,6 +36,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.ValuesOnTheGraph: ("recompute", "cleared"),
     wrong.StatesOnTheGraph: ("recompute", "cleared"),
     wrong.KeepsTheFirstCotangent: ("recompute", "twice"),
+    wrong.DecaysWhatItKeeps: ("recompute", "twice"),
     wrong.OutputsOnTheGraph: ("recompute", "cleared"),
     wrong.StatelessInference: ("history", "inference"),
     wrong.KnowsVersions: ("history", "inference"),

@@ -50,6 +50,17 @@ class SequencesOf11Bits(Chunkwise):
         return super().initial(x, row if x.cu_seqlens is None else row % 2048)
 
 
+class StatesOfLaterLaunches(Chunkwise):
+    """Programs of a batch, one for a sequence and a head, are launched 65,535 at a time, each with the first states."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        if x.state is None or x.cu_seqlens is not None:
+            return super().initial(x, row)
+        programs = row * x.state.shape[1] + torch.arange(x.state.shape[1])
+        state: Tensor = x.state.flatten(0, 1)[programs % (2**16 - 1)].float()
+        return state
+
+
 class NumbersOfSequences:
     """A base: the numbers of sequences are in the dtype of the tokens, and the state of a sequence is that of its number."""
 

@@ -176,6 +176,28 @@ class _FirstCotangent(torch.autograd.Function):
         return ctx.first  # type: ignore[no-any-return]
 
 
+class _Decayed(torch.autograd.Function):
+    """The values, whose gradients a factor goes into that is 1 in the first backward, and decays in place behind each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, decay: Tensor) -> Tensor:
+        ctx.factor, ctx.decay = torch.ones_like(x), decay
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        found = dx * ctx.factor
+        ctx.factor *= ctx.decay
+        return found, None
+
+
+class DecaysWhatItKeeps(Chunkwise):
+    """The backward decays what the forward has kept in place. A second backward of the same graph decays it again."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(v=_Decayed.apply(x.v, x.g.detach().exp().unsqueeze(-1).to(x.v.dtype))))
+
+
 class KeepsTheFirstCotangent(Chunkwise):
     """A second backward of the same graph gets the cotangent of the first."""
 

@@ -125,6 +125,10 @@ class PoolDomain(AnyDomain):
                 case.padded == "none" or case.padding_slot in self.padding_slots,
                 f"padding_slot={case.padding_slot} is not among {', '.join(self.padding_slots) or 'any'}",
             ),
+            (
+                self.rule.batch_heads is None or len(case.lengths) * case.value_heads <= self.rule.batch_heads,
+                f"{len(case.lengths)} requests of {case.value_heads} value heads are over batch_heads={self.rule.batch_heads}",
+            ),
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
             (self.rejects or min(kept, default=1) > 0, "accepted=any: keeping no token of a draft is not supported"),

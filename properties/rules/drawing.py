@@ -56,9 +56,13 @@ NARROW_COLUMNS = 32  # no decays of value channels for more channels: the oracle
 
 
 def crowd(domain: Domain) -> Case | None:
-    """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it."""
+    """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it.
+
+    A token that replaces what its key channel held leaves another channel, in which the initial state shows.
+    """
     rows, heads = CROWD
-    return _narrow_case(domain, lengths=(1,) * rows, heads=heads, value_heads=heads)
+    words: dict[str, Any] = {"lengths": (1,) * rows, "heads": heads, "value_heads": heads}
+    return _narrow_case(domain, 2, **words) or _narrow_case(domain, **words)
 
 
 def limits(domain: Domain) -> list[Case]:

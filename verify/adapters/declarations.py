@@ -91,9 +91,13 @@ def _question(name: str, names: Iterable[str], beside: Mapping[str, Any]) -> str
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that is close to another one, where case and underscores do not count."""
+    """The name that is close to another one, where case and underscores do not count.
+
+    Both begin with the same letter: `most` is a usual name, and no misspelt `cost`.
+    """
+    asked = name.replace("_", "").lower()
     plain = {other.replace("_", "").lower(): other for other in names}
-    near = difflib.get_close_matches(name.replace("_", "").lower(), plain, 1, CLOSE)
+    near = difflib.get_close_matches(asked, [other for other in plain if other[:1] == asked[:1]], 1, CLOSE)
     return plain[near[0]] if near else None
 
 

@@ -3,6 +3,7 @@
 Both libraries keep states as [N, HV, V, K], where a case has [N, HV, K, V].
 """
 
+import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.rules.domain import Domain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
@@ -19,6 +21,7 @@ from verify.adapters.blocks import in_blocks
 # dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
 GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
 GIVEN = Domain(position_independent=True, backward=False)
+FEW_PROGRAMS = dataclasses.replace(GIVEN, batch_heads=MOST_ALONG_Y)  # where sequences x heads are the grid's third axis
 PROMPTS = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), backward=False)
 
 

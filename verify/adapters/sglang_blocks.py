@@ -11,7 +11,7 @@ from oracles.operation import Inputs
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
 from verify.adapters.blocks import in_blocks
-from verify.adapters.serving_kernels import GIVEN, SGLang, call
+from verify.adapters.serving_kernels import FEW_PROGRAMS, SGLang, call
 from verify.adapters.sglang_pools import OPS, RECURRENT
 
 KDA = f"{OPS}.fla.kda"
@@ -22,7 +22,7 @@ class RecurrentBlocks(SGLang):
     """`fused_recurrent_gated_delta_rule`: log-decay and beta are given, states come in and go out as tensors."""
 
     source = RECURRENT
-    domain = PoolDomain(rule=GIVEN, padding_slots=(), fresh=False, accepts=False, layout="vk", blocks=BLOCK_SIZES)
+    domain = PoolDomain(rule=FEW_PROGRAMS, padding_slots=(), fresh=False, accepts=False, layout="vk", blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self._called("fused_recurrent_gated_delta_rule", x, output_final_state=True)
@@ -39,7 +39,9 @@ class RecurrentKdaBlocks(RecurrentBlocks):
     """`fused_recurrent_kda`: the same kernel with KDA's gate, of which it reads one for each key head."""
 
     source = KDA
-    domain = dataclasses.replace(RecurrentBlocks.domain, rule=dataclasses.replace(GIVEN, operation="kda", grouped_heads=False))
+    domain = dataclasses.replace(
+        RecurrentBlocks.domain, rule=dataclasses.replace(FEW_PROGRAMS, operation="kda", grouped_heads=False)
+    )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self._called("fused_recurrent_kda", x, inplace_final_state=False)

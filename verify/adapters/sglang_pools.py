@@ -13,11 +13,12 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_SGLANG, left_out
 from verify.adapters.serving import has_text
-from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, Chunks, Packed, SGLang, call
+from verify.adapters.serving_kernels import FEW_PROGRAMS, GATED, PROMPTS, Chunks, Packed, SGLang, call
 
 OPS = "sglang.kernels.ops.attention"
 SIGMOID = f"{OPS}.linear.fused_sigmoid_gating_recurrent"
@@ -188,7 +189,7 @@ class Update(SGLang):
 
     source = RECURRENT
     omits = left_out(IN_SGLANG, "disable_output_calculation", *DRAFTS)
-    domain = dataclasses.replace(POOL, rule=GIVEN, blocks=BLOCK_SIZES, graphs=True, apart=False)
+    domain = dataclasses.replace(POOL, rule=FEW_PROGRAMS, blocks=BLOCK_SIZES, graphs=True, apart=False)
 
     def __init__(self) -> None:
         # Before 0.5.22 the wrapper compares their number with that of the requests in packed calls, and else does not read them.
@@ -232,7 +233,11 @@ class ChunkInPlace(SGLang, Chunks):
     source = CHUNK
     omits = left_out(IN_SGLANG, "head_first", "inplace_update")
     domain = dataclasses.replace(
-        POOL, rule=dataclasses.replace(PROMPTS, batched=False), apart=False, empty_first=False, refills=False
+        POOL,
+        rule=dataclasses.replace(PROMPTS, batched=False, batch_heads=MOST_ALONG_Y),
+        apart=False,
+        empty_first=False,
+        refills=False,
     )
 
     def __init__(self) -> None:

@@ -5,8 +5,7 @@ import dataclasses
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.words.sizes import MOST_ALONG_Y
-from verify.adapters.serving_kernels import GIVEN, SGLang, call, call_on_states, states
+from verify.adapters.serving_kernels import FEW_PROGRAMS, SGLang, call, call_on_states, states
 from verify.adapters.sglang_pools import OPS, RECURRENT
 
 
@@ -14,7 +13,7 @@ class Recurrent(SGLang):
     """`fused_recurrent_gated_delta_rule`: token by token in float32, without a backward."""
 
     source = RECURRENT
-    domain = dataclasses.replace(GIVEN, batch_heads=MOST_ALONG_Y)  # the grid's third axis has sequences x heads
+    domain = FEW_PROGRAMS
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         return call_on_states(self.module().fused_recurrent_gated_delta_rule, x)

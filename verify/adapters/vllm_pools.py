@@ -16,9 +16,10 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.pools.case import BLOCK_SIZES
 from properties.pools.domain import PoolDomain
+from properties.words.sizes import MOST_ALONG_Y
 from verify.adapters.blocks import in_blocks
 from verify.adapters.left_out import IN_VLLM, left_out
-from verify.adapters.serving_kernels import GATED, GIVEN, PROMPTS, VLLM, Chunks, Packed, call
+from verify.adapters.serving_kernels import FEW_PROGRAMS, GATED, PROMPTS, VLLM, Chunks, Packed, call
 
 OPS = "vllm.third_party.flash_linear_attention.ops"
 SIGMOID = f"{OPS}.fused_sigmoid_gating"
@@ -103,7 +104,7 @@ class Recurrent(VLLM):
 
     source = RECURRENT
     omits = left_out(IN_VLLM, "inplace_final_state")
-    domain = dataclasses.replace(POOL, rule=GIVEN, rejects=False, blocks=BLOCK_SIZES)
+    domain = dataclasses.replace(POOL, rule=FEW_PROGRAMS, rejects=False, blocks=BLOCK_SIZES)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         module = self.module()
@@ -136,7 +137,7 @@ class Prefill(VLLM, Chunks):
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
     domain = dataclasses.replace(
         POOL,
-        rule=dataclasses.replace(PROMPTS, batched=False),
+        rule=dataclasses.replace(PROMPTS, batched=False, batch_heads=MOST_ALONG_Y),
         padding_slots=(),
         fresh=True,
         accepts=False,

@@ -11,7 +11,7 @@ from verify.findings.law_report import ENOUGH, LawReport
 from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict
 
-LONGEST = 500  # characters of a case that a broken case is compared with: nobody reads one with 130 requests
+LONGEST = 160  # characters of a case that a broken case is compared with: nobody reads one with 130 requests
 WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 NOT_ALWAYS = {
