@@ -204,12 +204,12 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many, of which some begin, with so many heads that
-    there are over 65,535 programs, one for each request and head, and that the first 65,535 end inside a request; over 256 requests
-    of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens, of which
-    some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these; over 256
-    heads, with several value heads for each key head; over 256 value heads for one key head; three for each of several key heads;
-    and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many of which some begin; as many with so many
+    heads that there are over 65,535 programs, one for each request and head, and that the first 65,535 end inside a request; over
+    256 requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens,
+    of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
+    over 256 heads, with several value heads for each key head; over 256 value heads for one key head; three for each of several key
+    heads; and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -230,10 +230,11 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         "indices": domain.indices[0],
     }
     few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
-    group, fresh = 2 if rule.grouped_heads else 1, "some" if domain.fresh else "none"
+    group = 2 if rule.grouped_heads else 1
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
-        PoolCase((1,) * MANY_SEQUENCES, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, fresh=fresh, **words),
+        PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
+        PoolCase((1,) * MANY_SEQUENCES, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
