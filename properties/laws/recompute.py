@@ -293,6 +293,9 @@ def recompute_law(
             return []
         apart = [explicit(domain).filter(lambda case: case.tokens > 1 and lacks(case, "frozen") is None)] if explicit else []
         frozen = firm_examples(domain, *(examples_of(drawn, None, ("frozen",)) for drawn in apart))
+        # What a backward decays in place shows in the next one only if there are decays, which the delta rule has not.
+        decaying = [drawn.filter(lambda case: case.gate != "forever") for drawn in apart if domain.operation != "delta_rule"]
+        frozen += firm_examples(domain, *(examples_of(drawn, None, ("twice",)) for drawn in decaying))
         return [*precise(domain), *frozen, *(unsorted(domain) if domain.packs else [])]
 
     def precise(domain: Any) -> list[Example]:
@@ -320,5 +323,5 @@ def recompute_law(
         always=firm,
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
-        few=len(VARIANTS) + len(PRECISE) + len(PACKED) + (explicit is not None),  # each variant, and those that come twice
+        few=len(VARIANTS) + len(PRECISE) + len(PACKED) + 2 * (explicit is not None),  # each variant, and those that come twice
     )

@@ -187,10 +187,10 @@ def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
 
 
 def _calm(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
-    """Return short, narrow cases with decays, whose derivatives are well above rounding, with all that may carry a gradient."""
+    """Return short and narrow cases whose derivatives are well above rounding, with all that may carry a gradient."""
     calm: dict[str, Any] = {
         "values": "ordinary",
-        "gate": tuple(gate for gate in REMEMBERING if gate != "forever"),
+        "gate": REMEMBERING,
         "beta": "ordinary",
         "state": "random" if domain.initial_state else "none",
     }

@@ -54,7 +54,7 @@ class ChunkKda(SGLang, Chunks):
     omits = left_out(IN_SGLANG, "A_log", "dt_bias", "lower_bound", "beta_is_raw", *BETWEEN)
     domain = dataclasses.replace(
         POOL,
-        rule=dataclasses.replace(RULE, batched=False),
+        rule=dataclasses.replace(RULE, batched=False, batch_heads=MOST_ALONG_Y),
         empty_first=False,
         refills=False,
         options=FUSED,
