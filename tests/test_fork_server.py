@@ -80,6 +80,10 @@ Begin = Callable[..., Forked]
 def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fork_server, "_odd", {})
+    server = fork_server._servers.get(0)
+    if server is not None and server.early != fork_server._early_variables(os.environ):  # a test before had another environment
+        fork_server._servers.pop(0).retire()
     with contextlib.ExitStack() as ends:
 
         def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:

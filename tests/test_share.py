@@ -102,13 +102,25 @@ def test_it_ends_with_a_supervisor_that_is_killed(tmp_path: pathlib.Path) -> Non
     assert gone([run(tmp_path, "shared", last="killed")["pid"]], 5.0)
 
 
-@pytest.mark.parametrize(("options", "imports"), [("-B", ("colorsys",)), ("", ("colorsys", "broken"))])
-def test_nothing_is_shared_where_a_server_would_differ(options: str, imports: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    """Options of the interpreter are not those of a server; and a module that fails must fail in the worker, which reports it."""
+def failing_fork() -> None:
+    raise BlockingIOError
+
+
+@pytest.mark.parametrize(
+    ("options", "imports", "before"),
+    [
+        ("-B", "colorsys", ""),  # an option that a server does not have
+        ("", "broken", ""),  # which must fail in the worker, that reports it
+        ("", "colorsys", "sys.stderr = None"),
+        ("", "colorsys", "from tests.test_share import failing_fork; os.fork = failing_fork"),
+    ],
+)
+def test_nothing_is_shared_where_a_server_would_differ(options: str, imports: str, before: str, tmp_path: pathlib.Path) -> None:
     program = f"""
 import os, sys
 from verify.process import fork_server
-fork_server.share({imports!r}, os.environ)
+{before}
+fork_server.share([{imports!r}], os.environ)
 print(fork_server._servers, flush=True)
 """
     (tmp_path / "broken.py").write_text("raise ImportError('as it is')")

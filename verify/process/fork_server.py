@@ -240,7 +240,7 @@ class _Server:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *imports],
+                [sys.executable, "-P", "-m", "verify.process.fork_server", str(theirs.fileno()), *imports],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -332,10 +332,12 @@ def share(imports: Sequence[str], environment: Mapping[str, str], place: int = 0
     """Import modules here, as a server with `environment` would, and fork that server from this process.
 
     So the modules are imported once for both. Does nothing where the fork could differ from a server that `start` starts: outside
-    Linux, beside other threads, under options of the interpreter. Then `start` starts one.
+    Linux, beside other threads, under options of the interpreter, without stdout or stderr; nor where no process can be forked.
+    Then `start` starts one.
     """
     options = itertools.takewhile(lambda word: word.startswith("-") and word not in ("-c", "-m"), sys.orig_argv[1:])
-    if not HERE or threading.active_count() > 1 or {*options} - {"-P"}:
+    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    if not HERE or threading.active_count() > 1 or {*options} - {"-P"} or None in standard:
         return
     own = dict(os.environ)
     os.environ.update(environment)
@@ -349,12 +351,16 @@ def share(imports: Sequence[str], environment: Mapping[str, str], place: int = 0
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid:
+    try:
+        pid = os.fork()
+    except OSError:
+        ours.close()
         theirs.close()
-        _serve_at(place, _Server(_Fork(pid), ours, _early_variables(environment)))
-    else:
+        return
+    if not pid:
         forked_server(theirs.detach(), dict(environment), missed)
+    theirs.close()
+    _serve_at(place, _Server(_Fork(pid), ours, _early_variables(environment)))
 
 
 def _serve_at(place: int, server: _Server) -> _Server:
