@@ -165,3 +165,19 @@ def test_the_plugin_refuses_only_what_needs_it(tmp_path: pathlib.Path, monkeypat
     ):
         with pytest.raises(pytest.UsageError, match=rf"{tmp_path}/verify.py is found in place of gdn-verify's package verify"):
             refuse()
+
+
+@for_each(("closed", "code", "says"), [(">&-", 3, "gdn-verify: stdout is closed, so no result can be printed; "), ("2>&-", 0, "")])
+def test_a_closed_stream_is_one_line_or_nothing(closed: str, code: int, says: str, tmp_path: pathlib.Path) -> None:
+    line = "law=oracle adapter=zoo/Chunkwise lengths=1"
+    program = "import gdn_verify, sys; sys.argv[1:] = ['repeat', sys.argv[1]]; sys.exit(gdn_verify.main())"
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" "$2" {closed}', sys.executable, program, line],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.startswith(says), done.stderr.count("\n")) == (code, True, bool(says))
+    assert done.stdout.startswith("HOLDS") is (code == 0)

@@ -27,6 +27,12 @@ from verify.process.fork_server import importing
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return its exit code."""
     code, is_process = UNDECIDED, arguments is None
+    if sys.stderr is None:  # closed: what it is told goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - until this process ends
+    if sys.stdout is None:
+        print_error("stdout is closed, so no result can be printed; send it to /dev/null if nobody is to read it")
+        return UNDECIDED
     try:
         namespace = settings.parse(parser(), arguments)
         refuse(namespace)
