@@ -50,10 +50,14 @@ class Exp2Gates(Chunkwise):
         low_state = self.low(state, k)
         fresh = self.low(written.float() - self.dot(erased, low_state), v)
         o = scale * (grown * self.dot(q, low_state) + self.dot(self.low(self.masked(self.dot(q, k.mT) * decays), k), fresh))
-        return o, last.exp2().unsqueeze(-1) * state + self.dot(k.mT, self.low(left * fresh, v))
+        return o, last.exp2().unsqueeze(-1) * state + self.added(k, fresh, left)
+
+    def added(self, k: Tensor, fresh: Tensor, left: Tensor) -> Tensor:
+        """What a chunk adds to the state, of its keys [HV, C, K], corrections [HV, C, V] and decays up to its end [HV, C, 1]."""
+        return self.dot(k.mT, self.low(left * fresh, k))
 
 
-class FlushedKeys(Chunkwise):
+class FlushedKeys(Exp2Gates):
     """Decays of what is written go into the keys. Products take operands below 2^-126 for zeros, as AVX-512 does in bfloat16."""
 
     least = 2.0**-126
@@ -62,17 +66,8 @@ class FlushedKeys(Chunkwise):
         # What is taken for zero has a gradient all the same.
         return super().dot(*(x - torch.where(x.abs() < self.least, x, 0.0).detach() for x in (a, b)))
 
-    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        total = self.cumulative(g)
-        decays, last = self.decays(total), self.last(total)
-        grown, left = total.exp().unsqueeze(-1), (last - total).exp().unsqueeze(-1)
-        solved = self.solve(self.corrections(k, beta, decays), k)
-        written = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * v, v)), v)
-        erased = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * grown * k, k)), k)
-        low_state = self.low(state, k)
-        fresh = self.low(written.float() - self.dot(erased, low_state), v)
-        o = scale * (grown * self.dot(q, low_state) + self.dot(self.low(self.masked(self.dot(q, k.mT) * decays), k), fresh))
-        return o, last.exp().unsqueeze(-1) * state + self.dot(self.low(left * k, k).mT, fresh)
+    def added(self, k: Tensor, fresh: Tensor, left: Tensor) -> Tensor:
+        return self.dot(self.low(left * k, k).mT, fresh)
 
 
 class Factored(Chunkwise):

@@ -147,3 +147,13 @@ def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
     examples = fixed(wrong.FewSlots, "session")
     assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 5, 5]
     assert {verdict_of(f"{HERE}:FewSlots", "session", example) for example in examples} == {Verdict.HOLDS}
+
+
+@pytest.mark.parametrize("words", ["padded=some", "accepted=some", "padded=some fresh=some"])
+def test_of_very_many_requests_real_ones_are_judged(words: str) -> None:
+    """Some of the requests are padding, or keep a part of their tokens. The judged ones are chosen among those that are real."""
+    lengths = "+".join(["1", "2"] * 550) if "accepted" in words else "+".join(["1"] * 1100)
+    line = f"law=oracle adapter={{}} op=decode lengths={lengths} packed=yes heads=64 value_heads=64 key_dim=1 value_dim=1 {words}"
+    right, of_16_bits = (execute(Run.parse(line.format(spec))) for spec in ("zoo/Serving", f"{HERE}:LaunchesOf16Bits"))
+    assert (right.verdict, of_16_bits.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
+    assert 0 < max(right.ratios.values()) < 1

@@ -173,6 +173,6 @@ sys.exit(gdn_verify.main())
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("_Fork True\n")
+    assert done.stdout.startswith("_ForkedServer True\n")
     assert "hung: no answer within 2 s, in run (hangs.py:12)" in done.stdout
     assert "on its way" in done.stdout

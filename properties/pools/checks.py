@@ -30,7 +30,8 @@ from properties.pools.rows import (
 )
 from properties.words.example import Example
 
-MOST_JUDGED, JUDGED, LAST_JUDGED = 2**15, 32, 4  # rows of which all are judged; of more, so many requests, and the last ones
+MOST_JUDGED = 2**15  # requests times value heads of which all are judged
+JUDGED, LAST_JUDGED = 32, 4  # of more, about so many requests, and the last ones
 
 
 def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -42,13 +43,13 @@ def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from judged(got, bench.bounds(inputs, None), meant)
         return
     # Requests do not influence each other, so the truth of some is that of a call of these. Bounds of 70,000 rows take 9 s.
-    count = len(case.lengths)
-    some = sorted({*range(0, count, -(-count // JUDGED)), *range(count - LAST_JUDGED, count)})
+    count, real = len(case.lengths), [row for row, here in enumerate(case.real) if here]
+    some = sorted({*real[:: -(-len(real) // JUDGED)], *real[-LAST_JUDGED:]})
     part, index = _tokens(case, inputs, 0, max(case.lengths), some)
     if inputs.accepted is not None:
         part = part.replaced(accepted=inputs.accepted[[row for row in some if case.lengths[row]]])
     slots = torch.zeros_like(meant["pool"])
-    slots[[case.slot_of[row] for row in some if case.real[row]]] = True
+    slots[[case.slot_of[row] for row in some]] = True
     o = got["o"].flatten(0, 1)[index].view(part.v.shape)
     rows = meant["o"].flatten()[index].reshape(part.v.shape[:2])
     what = f"of {len(some)} of {count} requests"

@@ -82,7 +82,7 @@ class Forked:
     If the server could not fork, the first method that learns of it raises OSError, once.
     """
 
-    def __init__(self, server: "subprocess.Popen[bytes] | _Fork", status: int) -> None:
+    def __init__(self, server: "subprocess.Popen[bytes] | _ForkedServer", status: int) -> None:
         self._server, self._status, self._received = server, status, b""
         self._lock = threading.RLock()  # held briefly; reentrant, since a signal handler may call a method in the middle of another
         self._number: int | None = None
@@ -194,7 +194,7 @@ def _runs(process: int | None) -> bool:
     return False
 
 
-class _Fork:
+class _ForkedServer:
     """A fork of this process, with the part of subprocess.Popen that a supervisor needs. Any thread may call its methods."""
 
     def __init__(self, pid: int) -> None:
@@ -230,7 +230,7 @@ class _Fork:
 class _Server:
     """The supervisor's side of a server: the process, the socket on which it is asked, and its early variables."""
 
-    def __init__(self, process: "subprocess.Popen[bytes] | _Fork", asking: socket.socket, early: Mapping[str, str]) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes] | _ForkedServer", asking: socket.socket, early: Mapping[str, str]) -> None:
         self.process, self._socket, self.early = process, asking, early
 
     @classmethod
@@ -331,9 +331,9 @@ def start(
 def share(imports: Sequence[str], environment: Mapping[str, str], place: int = 0) -> None:
     """Import modules here, as a server with `environment` would, and fork that server from this process.
 
-    So the modules are imported once for both. Does nothing where the fork could differ from a server that `start` starts: outside
-    Linux, beside other threads, under options of the interpreter, without stdout or stderr; nor where no process can be forked.
-    Then `start` starts one.
+    So the modules are imported once for both. Forks nothing where the server could differ from one that `start` starts: outside
+    Linux, beside other threads, under options of the interpreter, and without stdout or stderr. Nor does it if an import or the
+    fork fails. `start` then starts a server.
     """
     options = itertools.takewhile(lambda word: word.startswith("-") and word not in ("-c", "-m"), sys.orig_argv[1:])
     standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -360,7 +360,7 @@ def share(imports: Sequence[str], environment: Mapping[str, str], place: int = 0
     if not pid:
         forked_server(theirs.detach(), dict(environment), missed)
     theirs.close()
-    _serve_at(place, _Server(_Fork(pid), ours, _early_variables(environment)))
+    _serve_at(place, _Server(_ForkedServer(pid), ours, _early_variables(environment)))
 
 
 def _serve_at(place: int, server: _Server) -> _Server:
@@ -409,9 +409,9 @@ def main(control: int, imports: Sequence[str]) -> None:
 
 
 def forked_server(control: int, environment: Mapping[str, str], missed: Collection[str]) -> NoReturn:
-    """Run a server in a fork of its supervisor, whose files and terminal it leaves.
+    """Run a server in a fork of its supervisor. It closes the supervisor's files and leaves its terminal.
 
-    Of the stack of a worker, only the frames inside this function are its own: its name is where stacks end (worker.py).
+    The frames outside this function are those of the supervisor. So where its name stands, the stack of a worker ends (worker.py).
     """
     try:
         os.setsid()  # Ctrl-C reaches the supervisor alone
@@ -425,7 +425,7 @@ def forked_server(control: int, environment: Mapping[str, str], missed: Collecti
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         _run(control, environment, missed)
-    except Exception:
+    except Exception:  # it must not reach the supervisor's own handlers, which are further out on the stack
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
     raise SystemExit(0)
