@@ -18,6 +18,7 @@ from properties.traces.failing import CALLS
 from properties.traces.laws import TRACE_LAWS
 from tests.drawn import verdicts_of
 from verify.adapters.base import Engine
+from verify.adapters.gdn.pool import Progress
 from verify.bench.failing import FailingOperation
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
@@ -77,6 +78,42 @@ class OutputsBehindTheWrites(wrong_histories.ServesAgain):
         rows = self.rows(batch)
         self.write(rows, batch.lengths)
         return self.outputs(rows)
+
+
+class WindowsBeforeTheOutputs(wrong_histories.ServesAgain):
+    """Windows are written before there is memory for the outputs."""
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        rows = super().rows(batch)
+        for row, length in zip(rows, batch.lengths, strict=True):
+            if not self.padding(row.slot):
+                self.windows[row.slot] = row.line[:, length : length + self.sizes.width - 1]
+        return rows
+
+
+class FreesFirst(wrong_histories.ServesAgain):
+    """A request that is freed loses its slot before the zeros for it are there."""
+
+    def free(self, request: str) -> None:
+        slot = self.owned.pop(request)
+        self.states[slot] = torch.zeros_like(self.states[slot])
+        self.owned[request] = slot
+        super().free(request)
+
+
+LEFT_BEHIND = {
+    f"{HERE}:WindowsBeforeTheOutputs": ("a window has changed", "that of request a in prefill"),
+    f"{HERE}:FreesFirst": ("an owner has lost its slot", "request a in free"),
+    "tests/wrong_uses.py:SlotsOfSnapshotsFirst": ("an owner has got a slot", "request a's snapshot in prefill"),
+    "zoo/WritesRowByRow": ("a state has changed", "that of request a in prefill"),
+}
+
+
+@pytest.mark.parametrize("spec", LEFT_BEHIND)
+def test_what_a_call_that_failed_has_left_behind_is_named(spec: str) -> None:
+    outcome = outcome_of(f"law=history variant=retried adapter={spec} op=serving trace=p:a64,b1/f:a slots=4 snapshots=64")
+    (finding,) = outcome.findings
+    assert finding.what == "{} in a call that failed for lack of memory: {}".format(*LEFT_BEHIND[spec])
 
 
 def test_the_last_operation_of_a_call_fails_too() -> None:
