@@ -18,6 +18,7 @@ from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 from verify.zoo.wrong_gates import Stepwise
+from verify.zoo.wrong_pools import DraftsInTrees
 from verify.zoo.wrong_traces import Serves
 
 
@@ -81,6 +82,14 @@ class KeyHeadsOf8Bits(Chunkwise):
     def repeat(self, x: Tensor, value_heads: int) -> Tensor:
         wrong = value_heads > x.shape[2]
         return super().repeat(x[:, :, torch.arange(x.shape[2]) % 256] if wrong else x, value_heads)
+
+
+class TilesOf64ValueHeads(Chunkwise):
+    """A program takes 64 value heads, and counts their key heads from the one of its first value head."""
+
+    def repeat(self, x: Tensor, value_heads: int) -> Tensor:
+        ratio, head = value_heads // x.shape[2], torch.arange(value_heads)
+        return x[:, :, head // 64 * 64 // ratio + head % 64 // ratio]
 
 
 class RatiosOf6Bits(Chunkwise):
@@ -318,6 +327,14 @@ class PoolPairsOfValueHeads(Serving):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         order = in_pairs(x.q.shape[2], x.v.shape[2])
         return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
+
+
+class TreesInARing(DraftsInTrees):
+    """The states of a tree's tokens lie in 64 places. That of the 65th token replaces that of the first one."""
+
+    def parent(self, x: Inputs, row: int, token: int) -> int:
+        parent = super().parent(x, row, token)
+        return parent + (token - 1 - parent) // 64 * 64
 
 
 class LaunchesOf16Bits(Serving):

@@ -23,7 +23,7 @@ from properties.seeds import draw as draw_from
 from properties.words.domain import AnyDomain
 from properties.words.example import Example
 from properties.words.options import all_values
-from properties.words.sizes import at_limits
+from properties.words.sizes import ONE_BY_ONE, at_limits
 
 Results = dict[str, Tensor]
 Cotangents = dict[str, Tensor] | None
@@ -126,6 +126,9 @@ class Bench(Protocol):
 
     def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> Inputs | None:
         """Call copies of the inputs, and let operation number `at` fail. Return the copies, or None if there are fewer."""
+
+    def operations(self, inputs: Inputs) -> int:
+        """Return how many operations of torch a call of the implementation has."""
 
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
@@ -331,6 +334,18 @@ def in_two_parts(
         return bounds[name].otherwise(lambda: restarted()[name])
 
     return {name: of(name) for name in bounds}
+
+
+def many_at_once(bench: Bench, case: Any) -> None:
+    """Raise Blind for over ONE_BY_ONE sequences if each of some more of them has operations of torch of its own.
+
+    Such an implementation has no launch over all sequences, and so many would take it long.
+    """
+    if len(case.lengths) <= ONE_BY_ONE:
+        return
+    few, more = (bench.operations(bench.call(dataclasses.replace(case, lengths=case.lengths[:count]))[0]) for count in (32, 64))
+    if more - few >= 32:
+        raise Blind("the implementation takes sequences one by one, and so many would take it long")
 
 
 def visible(moved: Results, bounds: dict[str, Bound]) -> bool:

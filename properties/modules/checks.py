@@ -10,7 +10,7 @@ from oracles import norm
 from oracles.operation import DTYPES, Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws import common as common_laws
-from properties.laws.law import Bench, Pair, axes_of, pairs_of, present, reordered, rolled, spread, with_others
+from properties.laws.law import Bench, Pair, axes_of, many_at_once, pairs_of, present, reordered, rolled, spread, with_others
 from properties.laws.promises import to_the_bit
 from properties.modules.case import EPS
 from properties.modules.domain import CONV
@@ -87,6 +87,7 @@ def scaled(bench: Bench, example: Example) -> Iterator[Pair]:
 def whole(bench: Bench, example: Example) -> Iterator[Pair]:
     """Whole numbers give exact results, except that sums over all tokens are rounded in half precision and not compared there."""
     case = example.case
+    many_at_once(bench, case)
     inputs, cotangents = bench.call(case)
     want = bench.truth(inputs, cotangents)
     for name, got in bench.run(inputs, cotangents).items():

@@ -1,6 +1,7 @@
 """The domain of modules (the other operations of a layer): what an implementation promises, and cases drawn from it."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ from properties.words.lengths import MEAN, lengths, narrow
 from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths, named
+from properties.words.sizes import AT_ONCE, LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -212,27 +213,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """
     if not at_limits(domain):
         return []
-    every, narrow = words_of(domain.operation), min(widths_of(domain, ROWS))
-    words: dict[str, Any] = {name: values[0] for name, values in domain.rare_words.items()}
-    words |= {
-        "width": narrow,
-        "out_width": narrow,
-        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
-        "activation": domain.activations[0],
-        "bias": domain.bias,
-        "state": "random" if domain.initial_state else "none",
-        "final_state": domain.final_state,
-        "state_columns": domain.state_columns,
-        "oldest": domain.state_columns != "W",  # some kernels drop the cotangent of a column that no output reads
-        "eps": domain.eps[0],
-        "beta": domain.beta,
-    }
-
-    def case(*lengths: int, packed: bool = not domain.batched, dtype: str = domain.dtypes[0], **more: Any) -> ModuleCase:
-        offsets = domain.offsets[0] if packed else "int64"
-        known = {name: value for name, value in {**words, **more, "packed": packed, "offsets": offsets}.items() if name in every}
-        return ModuleCase(lengths, domain.operation, dtype=dtype, backward=domain.backward, **known)
-
+    every, narrow, case = words_of(domain.operation), min(widths_of(domain, ROWS)), functools.partial(_narrow_case, domain)
     cases = []
     if domain.drawing.quick and domain.longest >= LONG:
         longest = min(domain.longest, ROWS)
@@ -262,6 +243,40 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(few, width=_width_from(domain, number + 1))] if "width" in every else []
         cases += [case(few, heads=number + 1)] if "heads" in every and number < MAX_HEADS else []
     return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
+
+
+def exact_limits(domain: ModuleDomain) -> list[ModuleCase]:
+    """Return the case of the law `whole` in plain torch: over 65,535 packed sequences of one token."""
+    if not (at_limits(domain) and domain.drawing.quick and domain.packed):
+        return []
+    one = _narrow_case(domain, *(1,) * AT_ONCE, packed=True, activation="none", values="whole", backward=False)
+    return [one] if domain.outside(one) is None else []
+
+
+def _narrow_case(domain: ModuleDomain, *lengths: int, packed: bool | None = None, **words: Any) -> ModuleCase:
+    """Return a case of the fewest channels, with states and a bias if the domain has them; `words` replace those of the domain."""
+    packed, narrow = not domain.batched if packed is None else packed, min(widths_of(domain, ROWS))
+    words = {
+        **{name: values[0] for name, values in domain.rare_words.items()},
+        "width": narrow,
+        "out_width": narrow,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "activation": domain.activations[0],
+        "bias": domain.bias,
+        "state": "random" if domain.initial_state else "none",
+        "final_state": domain.final_state,
+        "state_columns": domain.state_columns,
+        "oldest": domain.state_columns != "W",  # some kernels drop the cotangent of a column that no output reads
+        "eps": domain.eps[0],
+        "beta": domain.beta,
+        "dtype": domain.dtypes[0],
+        "backward": domain.backward,
+        "packed": packed,
+        "offsets": domain.offsets[0] if packed else "int64",
+        **words,
+    }
+    others = {name for name, known in ModuleCase.WORDS.items() if known.of and domain.operation not in known.of}
+    return ModuleCase(lengths, domain.operation, **{name: value for name, value in words.items() if name not in others})
 
 
 def _width_from(domain: ModuleDomain, least: int) -> int:

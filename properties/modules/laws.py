@@ -17,7 +17,7 @@ from properties.laws.law import Bench, Law, Pair, either, examples_of
 from properties.laws.recompute import recompute_law
 from properties.modules import checks as module_checks
 from properties.modules.case import MODULES, ModuleCase, words_of
-from properties.modules.domain import CONV, GATES, HEADS, NORMS, ModuleDomain, limits, module_cases, widths_of
+from properties.modules.domain import CONV, GATES, HEADS, NORMS, ModuleDomain, exact_limits, limits, module_cases, widths_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.lengths import over_one
@@ -344,6 +344,7 @@ MODULE_LAWS: dict[str, Law] = {
             CONV,
             _whole_needs,
             _whole_lacks,
+            always=lambda domain: [Example(case) for case in exact_limits(domain)],
         ),
         _law(
             "copied",

@@ -15,6 +15,7 @@ from properties.laws.law import (
     Pair,
     along,
     bounds_as,
+    many_at_once,
     one_final_state,
     one_initial_state,
     pairs_of,
@@ -135,6 +136,7 @@ def _normalised(x: Tensor, inputs: Inputs) -> Tensor:
 
 def recall(bench: Bench, example: Example) -> Iterator[Pair]:
     """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, and nothing rounds."""
+    many_at_once(bench, example.case)
     inputs, _ = bench.call(example.case)
     truth = bench.truth(inputs, None)
     for name, got in bench.run(inputs, None).items():

@@ -20,8 +20,10 @@ from properties.words.lengths import MEAN, lengths, narrow, widths
 from properties.words.line import MAX_HEADS, MAX_WIDTH
 from properties.words.options import draw_options
 from properties.words.sizes import (
+    AT_ONCE,
     CROWD,
     FEW_HEADS,
+    GROUPED,
     KINDS,
     LENGTHS,
     LONG_PAIR,
@@ -91,7 +93,7 @@ def limits(domain: Domain) -> list[Case]:
         _narrow_case(domain, lengths=unequal, packed=True, dtype=coarsest(domain.dtypes)),
         _narrow_case(domain, lengths=tuple(step * length for length in MEAN), packed=True),
         heads(MANY, MANY),
-        heads(MANY, 2 * MANY),
+        heads(*GROUPED),
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
         heads(1, MANY_OF_A_KEY),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
@@ -136,10 +138,11 @@ def _over(domain: Domain, number: int) -> Iterator[Case]:
 def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    These are the crowd of `crowd`; over 4,096 packed sequences in bf16; a sequence of over 1,024 chunks and 32,767 tokens, in
-    chunks of 64 also of over 65,535; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is
-    too large, but it may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token
-    by token, so many take 2 s.
+    These are the crowd of `crowd`; over 4,096 packed sequences in bf16; over 65,535, for an implementation that does not take them
+    one by one (`many_at_once` of properties/laws/law.py); a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also
+    of over 65,535; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it
+    may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many
+    take 2 s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
@@ -147,6 +150,7 @@ def exact_limits(domain: Domain) -> list[Case]:
     if domain.drawing.quick:
         many: dict[str, Any] = {"lengths": (step,) * MOST_SEQUENCES, "packed": True, "dtype": coarsest(domain.dtypes)}
         found.append(_narrow_case(domain, 2, **many))  # a token replaces a key channel's part of the state, and leaves the other
+        found.append(_narrow_case(domain, 2, **many | {"lengths": (1,) * AT_ONCE}) if step == 1 else None)
     if tokens:
         packed = (-(-MANY_TOKENS_OF_CHUNKS // step) * step, domain.most(3 * step))
         found += [_narrow_case(domain, **words), _narrow_case(domain, lengths=packed, packed=True)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -11,7 +12,7 @@ from properties.words.word import Word, text_of, words_of
 if TYPE_CHECKING:  # the command line imports this module before torch
     import torch
 
-MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024  # of a case
+MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**17, 1024, 1024  # of a case
 SEEDS = (0, 2**32 - 1)
 
 _TYPES: dict[type, dict[str, Any]] = {}
@@ -134,10 +135,19 @@ def _value(name: str, kind: object, text: str) -> object:
         return text == "yes"
     if kind is str:
         return text
-    several = isinstance(kind, types.GenericAlias)
-    parts = text.split("+") if several else [text]
-    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
-        rule = "whole numbers joined by +" if several else "a whole number"
-        raise ValueError(f"{name} must be {rule}, got {text[:80]!r}")
-    numbers = tuple(int(part) for part in parts)
-    return numbers if several else numbers[0]
+    if isinstance(kind, types.GenericAlias):
+        return _numbers(name, text)
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise ValueError(f"{name} must be a whole number, got {text[:80]!r}")
+    return int(text)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a text as properties/words/word.py writes them. ValueError for another form or too many numbers."""
+    parts = [part for each in text.split("+") if (part := re.fullmatch(r"([0-9]{1,15})(?:x([0-9]{1,15}))?", each))]
+    counts = [int(part[2] or 1) for part in parts]
+    if len(parts) <= text.count("+") or not all(counts):
+        raise ValueError(f"{name} must be whole numbers joined by +, or as 3x1100 the same one so many times, got {text[:80]!r}")
+    if sum(counts) > MAX_SEQUENCES:
+        raise ValueError(f"{name} must name at most {MAX_SEQUENCES} sequences, got {sum(counts)}")
+    return tuple(number for part, count in zip(parts, counts, strict=True) for number in (int(part[1]),) * count)

@@ -27,12 +27,16 @@ MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest 
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
-OF_THREE = (8, 24)  # key and value heads: 2, 4 or 8 value heads that a kernel takes together are of several key heads
+# Key and value heads, over 8 bits. There are three value heads for each key head, so that where a kernel takes 2, 4, ... or 64
+# value heads together, these end inside a group.
+GROUPED = (320, 960)
 MANY_TOKENS = 8195  # just over 8,191, the last index with 13 bits, and over 128 chunks of 64
 MANY_TOKENS_OF_CHUNKS = 16_450  # just over 256 chunks of 64; token by token, so many would take 6 s
 MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
 MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
 MANY_SEQUENCES = 1100  # packed, just over 1,024
+AT_ONCE = MOST_ALONG_Y + 65  # packed sequences of an implementation that does not take them one by one
+ONE_BY_ONE = 2**13  # the most packed sequences of one that does, because more of them would take long
 MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there

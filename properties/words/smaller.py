@@ -88,7 +88,7 @@ def shorter_sequences(case: Any) -> Changes:
 
 def of_lengths(lengths: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
     """Return the words of new lengths, and the field that they change."""
-    return f"lengths={'+'.join(map(str, lengths))}", {"lengths": lengths}
+    return f"lengths={text_of(lengths)}", {"lengths": lengths}
 
 
 def fewer_heads(case: Any) -> Changes:

@@ -5,11 +5,13 @@ domain follow the checks of its fields and the reasons why a case is outside it.
 """
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+EQUAL = 16  # up to so many equal numbers in succession are written one by one
 
 
 def always(case: Any) -> bool:  # noqa: ARG001
@@ -100,7 +102,13 @@ def promises_of(kind: type[Any]) -> dict[str, Promise]:
 
 
 def text_of(value: object) -> str:
-    """Return a field's value as text: yes or no for a flag, numbers joined by +, otherwise str(value)."""
+    """Return a field's value as text: yes or no for a flag, numbers joined by +, otherwise str(value).
+
+    Of numbers, over EQUAL equal ones in succession are one with their count, such as 3x1100.
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    runs = ((str(number), len([*equal])) for number, equal in itertools.groupby(value))
+    return "+".join(f"{number}x{count}" if count > EQUAL else "+".join([number] * count) for number, count in runs)

@@ -91,7 +91,7 @@ class EngineBench(WatchedBench):
         algorithm, chunk = (self.says("algorithm"), self.says("chunk")) if kind == "p" else ("recurrent", None)
         with self.timed("oracle_s"), devices.default("cpu"):
             inputs = inputs.replaced(**self.norm)
-            return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
+            return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk, 1)
 
     def ask(self, name: str, method: Any) -> Any:
         """Ask the engine something that it only has to look up, without the contexts in which it computes."""
