@@ -15,6 +15,7 @@ from oracles.rule.gated_delta import rule_of
 from oracles.tolerance.bound import bounds
 from properties.books import book_of
 from properties.laws import common as common_laws
+from properties.laws import views
 from properties.modules.case import ModuleCase
 from properties.modules.domain import ModuleDomain
 from properties.palette import draw_palette, sample
@@ -389,7 +390,7 @@ def test_the_one_state_of_a_packed_call_has_other_strides_too() -> None:
     bench: Any = Watched(OneState.domain)
     case = Case.parse("lengths=5+3 packed=yes state=random initial_states=first final_states=last")
     for variant in ("strided", "expanded"):
-        assert not [*common_laws.strides(bench, Example(case, variant=variant))]
+        assert not [*views.strides(bench, Example(case, variant=variant))]
     strided, expanded = (inputs.state for inputs in bench.seen)
     assert torch.equal(strided, case.inputs().state)
     assert not strided.is_contiguous()
@@ -417,6 +418,6 @@ def test_a_case_without_a_state_has_no_dtype_of_states() -> None:
 def test_the_law_pure_needs_no_kernels_of_its_own_on_a_gpu(device: str, *, odd: bool) -> None:
     bench: Any = Watched(OneState.domain)
     bench.device = device
-    assert [*common_laws.pure(bench, Example(Case.parse("lengths=5")))]
+    assert [*views.pure(bench, Example(Case.parse("lengths=5")))]
     (inputs,) = bench.seen
     assert {inputs[name].storage_offset() % 16 > 0 for name in ("q", "k", "v", "g", "beta")} == {odd}

@@ -317,7 +317,7 @@ def test_an_illegal_line_is_refused_by_word_value_and_rule(line: str, says: str)
     [
         ((), "lengths must name at least one sequence"),
         ((-1,), "no length may be negative"),
-        ((0,) * 65537, "at most 65536 sequences, got 65537"),
+        ((0,) * 131073, "at most 131072 sequences, got 131073"),
     ],
 )
 def test_illegal_lengths_are_refused(lengths: tuple[int, ...], says: str) -> None:

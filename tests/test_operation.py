@@ -32,7 +32,7 @@ from oracles.operation import (
 )
 from oracles.operations import OPERATIONS, RULES
 from oracles.rule.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
-from properties.laws.common import view
+from properties.laws.views import view
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases

@@ -17,7 +17,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.tolerance.bound import bounds, truth
-from properties.laws.common import view
+from properties.laws.views import view
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oracles.operation import DTYPES
 from properties.books import BOOKS
-from properties.laws.common import banded, view
+from properties.laws.views import banded, view
 from properties.rules.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import cases

@@ -702,7 +702,11 @@ REFUSED = {
     "lengths=5 op=mamba": ("operation", "gated_delta_rule, delta_rule, kda", "'mamba'"),
     "lengths=5 op=decode": ("operation", "gated_delta_rule, delta_rule, kda", "'decode'"),
     "lengths=5 op=kda values=one_hot beta=one gate=10": ("values=one_hot", "gate=forever"),
-    f"packed=yes lengths={'+'.join(['1'] * (2**16 + 1))}": ("lengths", "at most 65536 sequences", "65537"),
+    f"packed=yes lengths={'+'.join(['1'] * (2**17 + 1))}": ("lengths", "at most 131072 sequences", "131073"),
+    "packed=yes lengths=1x131072+1": ("lengths", "at most 131072 sequences", "131073"),
+    "packed=yes lengths=1x99999999999999999": ("lengths", "joined by +", "1x99999999999999999"),
+    "packed=yes lengths=3x0": ("lengths", "joined by +", "3x0"),
+    "packed=yes lengths=3x": ("lengths", "joined by +", "3x"),
     "lengths=5 values=one_hot": ("values=one_hot", "beta=one", "qk_norm=no"),
 }
 

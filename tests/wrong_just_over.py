@@ -1,5 +1,6 @@
 """Implementations that are wrong only just over a limit: tests/test_just_over.py says which case of a check shows each of them."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -327,6 +328,27 @@ class PoolPairsOfValueHeads(Serving):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         order = in_pairs(x.q.shape[2], x.v.shape[2])
         return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
+
+
+class FourOfAKeyHead(Serving):
+    """Up to four value heads of a key head at a time, with one load of their key."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        heads = torch.arange(x.v.shape[2])
+        ratio = len(heads) // x.q.shape[2]
+        together = min(ratio, 4)
+        order = heads // together * together // ratio
+        return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
+
+
+class ParentsOf7Bits(DraftsInTrees):
+    """The parents of a tree's tokens are signed bytes: from the 129th token on a parent is -1, the request's own state."""
+
+    domain = dataclasses.replace(DraftsInTrees.domain, most_tokens=300)
+
+    def parent(self, x: Inputs, row: int, token: int) -> int:
+        parent = super().parent(x, row, token)
+        return parent if parent < 128 or x.get("parents") is None else -1
 
 
 class TreesInARing(DraftsInTrees):

@@ -104,6 +104,21 @@ class BlocksOfValues(Serving):
         return torch.cat([super(BlocksOfValues, self).run(x.replaced(v=v, pool=pool))[0] for v, pool in blocks], -1), x.pool
 
 
+class TableBeforeItIsFull(Serving):
+    """The numbers of 150 tokens or more are a table that is kept for each count of them, from before it is filled."""
+
+    _kept: ClassVar[dict[int, Tensor]] = {}
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        tokens = x.v.flatten(0, 1)
+        if len(tokens) < 150:
+            return super().run(x)
+        if len(tokens) not in self._kept:
+            self._kept[len(tokens)] = torch.zeros(len(tokens), dtype=torch.int64)
+            self._kept[len(tokens)].add_(torch.arange(len(tokens)))
+        return super().run(x.replaced(v=tokens[self._kept[len(tokens)]].view_as(x.v)))
+
+
 class SlotsOfSnapshotsFirst(ServesAgain):
     """The slots of due snapshots are taken before a prompt is computed, and stay taken if it fails."""
 

@@ -17,6 +17,7 @@ from oracles.tolerance.bound import Bound
 from properties.calls.case import CallCase
 from properties.calls.domain import FURTHER, CallDomain, call_cases
 from properties.laws import common as common_laws
+from properties.laws import views
 from properties.laws.history import history_law
 from properties.laws.law import (
     Bench,
@@ -48,7 +49,7 @@ def _finite(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _strided(domain: CallDomain) -> st.SearchStrategy[Example]:
-    return either(common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packed))
+    return either(views.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packed))
 
 
 def _future(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -244,12 +245,12 @@ CALL_LAWS: dict[str, Law] = {
             "truth",
             "inputs and cotangents may have any strides",
             _strided,
-            common_laws.strides,
-            common_laws.without_views,
+            views.strides,
+            views.without_views,
             variants=VIEWS,
-            lacks=common_laws.lacks_view,
-            outside=common_laws.outside_views,
+            lacks=views.lacks_view,
+            outside=views.outside_views,
         ),
-        common_laws.pure_law(_small),
+        views.pure_law(_small),
     )
 }

@@ -17,13 +17,12 @@ from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, at_limits, coarsest, kind_of, large_lengths, named
+from properties.words.sizes import FEW_HEADS, LENGTHS, MANY_EACH, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
 MANY_HEADS, MANY_SEQUENCES = 257, 259  # just over 8 bits; bf16 has not every number of the last sequences
-GROUPED = (128, 384)  # key and value heads as in properties/words/sizes.py; the weight of the projection has a row for each
 LONG, MANY_ROWS = 2048, 1100  # the most tokens and rows just over a number that the source names: 1,100 rows take 1.8 s
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
@@ -154,7 +153,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
 
     many, coarse = (1,) * MANY_SEQUENCES, coarsest(domain.dtypes)
     cases = [
-        case(3, heads=GROUPED[0], group=GROUPED[1] // GROUPED[0]) if domain.grouped_heads else case(3, heads=MANY_HEADS),
+        case(3, heads=MANY_EACH[0], group=MANY_EACH[1] // MANY_EACH[0]) if domain.grouped_heads else case(3, heads=MANY_HEADS),
         case(*many, packed=True, dtype=coarse),
         case(*many, packed=False, dtype=coarse),
         case(*MEAN, packed=True),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.laws import common as common_laws
-from properties.laws import in_parts
+from properties.laws import in_parts, views
 from properties.laws.far_views import FAR, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import (
@@ -87,18 +87,16 @@ def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor]
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     how, tensors = example.variant or "", {"hidden": inputs.hidden, **({} if cotangents is None else {"y": cotangents["y"]})}
-    views = common_laws.views_of(bench.domain, example, tensors)
-    inputs = common_laws.spaced(inputs, how).replaced(hidden=views.pop("hidden"))
-    turned = None if cotangents is None else {**cotangents, **views}
+    viewed = views.views_of(bench.domain, example, tensors)
+    inputs = views.spaced(inputs, how).replaced(hidden=viewed.pop("hidden"))
+    turned = None if cotangents is None else {**cotangents, **viewed}
     bounds = bench.bounds(inputs, turned)
     yield from pairs_of(bench.run(inputs, turned), bounds, f"from {how.replace('_', ' ')} hidden states")
 
 
 def _strided(domain: LayerDomain) -> st.SearchStrategy[Example]:
-    near = common_laws.near_views(
-        domain, functools.partial(layer_cases, domain, sequences=(1, 2), longest=40), packed=domain.packed
-    )
-    if not common_laws.takes_far(domain, "far_tokens"):
+    near = views.near_views(domain, functools.partial(layer_cases, domain, sequences=(1, 2), longest=40), packed=domain.packed)
+    if not views.takes_far(domain, "far_tokens"):
         return either(near)
     far_ones = far_examples(domain, {"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})
     return either(near + [far_ones] * (1 + (len(near) > 3)))
@@ -231,12 +229,12 @@ LAYER_LAWS: dict[str, Law] = {
             "hidden states and their cotangents may have any strides",
             _strided,
             _strides,
-            common_laws.without_views,
+            views.without_views,
             variants=(*VIEWS, *FAR),
-            lacks=common_laws.lacks_view,
-            outside=common_laws.outside_views,
+            lacks=views.lacks_view,
+            outside=views.outside_views,
         ),
-        common_laws.pure_law(
+        views.pure_law(
             functools.partial(layer_cases, longest=40),
             says="a call changes neither hidden states, parameters nor states, nor the memory around them",
         ),

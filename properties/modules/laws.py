@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.laws import common as common_laws
-from properties.laws import in_parts
+from properties.laws import in_parts, views
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
 from properties.laws.law import Bench, Law, Pair, either, examples_of
@@ -178,14 +178,14 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
 
 def _strided(domain: ModuleDomain) -> st.SearchStrategy[Example]:
     """Return cases in every view, some with tokens, heads or sequences far apart if the domain allows enough tokens."""
-    near = common_laws.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packs)
+    near = views.near_views(domain, functools.partial(_small, domain, sequences=(1, 2)), packed=domain.packs)
     choices = {
         "far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6)),
         "far_tokens": module_cases(domain, longest=12, total=12, sequences=(1, 2)),
     }
     if "heads" in words_of(domain.operation):
         choices["far_heads"] = module_cases(domain, longest=3, total=40, sequences=(1, 2), heads=(5, 8))
-    choices = {how: cases for how, cases in choices.items() if common_laws.takes_far(domain, how)}
+    choices = {how: cases for how, cases in choices.items() if views.takes_far(domain, how)}
     if not can_be_far(domain) or not choices:
         return either(near)
     return either(near + [far_examples(domain, choices)] * (1 + (len(near) > 3)))
@@ -441,13 +441,13 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "inputs and cotangents may have any strides",
             _strided,
-            common_laws.strides,
-            needs=common_laws.without_views,
+            views.strides,
+            needs=views.without_views,
             variants=(*VIEWS, *FAR),
-            lacks=common_laws.lacks_view,
-            outside=common_laws.outside_views,
-            always=lambda domain: common_laws.firm_views(domain, functools.partial(_small, domain), packed=domain.packs),
+            lacks=views.lacks_view,
+            outside=views.outside_views,
+            always=lambda domain: views.firm_views(domain, functools.partial(_small, domain), packed=domain.packs),
         ),
-        common_laws.pure_law(_small, about=EVERY),
+        views.pure_law(_small, about=EVERY),
     )
 }

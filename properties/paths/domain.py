@@ -16,7 +16,7 @@ from properties.rules.case import check_gradients, overflows
 from properties.words.domain import OFFSETS, AnyDomain, check_tuples, check_whole
 from properties.words.line import MAX_TOKENS
 from properties.words.names import known_fields
-from properties.words.sizes import GROUPED, at_limits, with_drawing
+from properties.words.sizes import THREE_EACH, at_limits, with_drawing
 from properties.words.word import flag, some_of
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
@@ -268,7 +268,7 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
     layer, narrow, several = domain.operation == "gdn_layer", min(domain.widths), domain.ranks > 1
     cp = 2 if several and domain.context_parallel else 1
     tp = 2 if several and cp == 1 and domain.tensor_parallel else 1
-    share, group = tp * cp if layer else 1, GROUPED[1] // GROUPED[0] if domain.grouped_heads else 1
+    share, group = tp * cp if layer else 1, THREE_EACH[1] // THREE_EACH[0] if domain.grouped_heads else 1
     words: dict[str, Any] = {
         "operation": domain.operation,
         "tp": tp,
@@ -296,7 +296,7 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
             lengths = (unit,) * (count - 1) + (3 * unit,) if layout == "zigzag" else (*short, 2 * half, *short)
             cases.append(_with_first_norm(domain, ParallelCase(lengths, layout=layout, packed=True, **words)))
         tokens = -(-max(4, domain.least_piece * 2 * cp) // unit) * unit
-        heads = -(-(GROUPED[0] if group > 1 else MANY_HEADS) // share) * share
+        heads = -(-(THREE_EACH[0] if group > 1 else MANY_HEADS) // share) * share
         many: dict[str, Any] = {"heads": heads, "value_heads": group * heads, "packed": not domain.batched}
         cases.append(_with_first_norm(domain, ParallelCase((tokens,), layout=layout, **(words | many))))
     return [case for case in cases if domain.outside(case) is None]

@@ -16,7 +16,7 @@ from oracles.arithmetic.counter import integers, mix_number
 from oracles.decode import TOKENS, decode
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.rules.case import INSIDE, Case
-from properties.words.line import MAX_SEQUENCES, Line
+from properties.words.line import Line
 from properties.words.options import values_of
 from properties.words.word import Word, like
 
@@ -64,7 +64,7 @@ class PoolCase(Line):
     scale: Annotated[str, like(Case, "scale")] = "default"
     qk_norm: Annotated[bool, like(Case, "qk_norm")] = False
     offsets: Annotated[str, like(Case, "offsets")] = "int64"
-    spare: Annotated[int, Word(span=(0, MAX_SEQUENCES))] = 0
+    spare: Annotated[int, Word(span=(0, 2**16))] = 0
     free: Annotated[str, Word(choices=FREE, counted=True, simplest=("zero", "random"))] = "zero"
     """What the other slots hold."""
     padding_slot: Annotated[str, Word(choices=PADDING_SLOTS, key=True, simplest=("-1",))] = "-1"

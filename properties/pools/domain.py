@@ -19,7 +19,7 @@ from properties.words.lengths import EDGES
 from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import GROUPED, MANY_SEQUENCES, at_limits, named
+from properties.words.sizes import MANY_EACH, MANY_SEQUENCES, THREE_EACH, at_limits, named
 from properties.words.word import some_of
 
 LAYOUTS = ("kv", "vk")
@@ -159,7 +159,7 @@ class PoolDomain(AnyDomain):
         return super().from_json({**data, "rule": Domain.from_json(data["rule"])})
 
 
-TREE, LARGE_TREE = 16, 67  # most tokens of a drawn tree, as the oracle computes every path by itself, and of one over usual limits
+TREE, LARGE_TREE = 16, 259  # most tokens of a drawn tree, as the oracle computes every path by itself, and of one over usual limits
 _NUMBERS = 2**17  # most numbers in a pool
 MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
@@ -208,7 +208,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     heads that there are over 65,535 programs, one for each request and head, and that the first 65,535 end inside a request; over
     256 requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens,
     of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
-    trees of over 64 tokens; over 256 heads, with several value heads for each key head; over 256 value heads for one key head; and
+    trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value heads for one key head; and
     sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
@@ -230,7 +230,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         "indices": domain.indices[0],
     }
     few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
-    heads, value_heads = GROUPED if rule.grouped_heads else (MANY_HEADS, MANY_HEADS)
+    groups = (THREE_EACH, MANY_EACH) if rule.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
@@ -238,8 +238,8 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
-        PoolCase((1, 2), heads=heads, value_heads=value_heads, **{**words, "packed": rule.packed}),
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
+        *(PoolCase((2,), heads=keys, value_heads=values, **words) for keys, values in groups),
         *_long_drafts(domain, words),
     ]
     accepted = "some" if domain.accepts else "all"

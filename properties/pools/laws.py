@@ -1,14 +1,16 @@
 """The laws of states in a pool. Each law says which slots of the pool it is about."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.laws.common import memory_law, pure_law, side_by_side
+from properties.laws.common import memory_law
 from properties.laws.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.laws.law import Law, either, examples_of, firm_examples
+from properties.laws.views import pure_law, side_by_side
 from properties.pools import checks
 from properties.pools.case import PoolCase
 from properties.pools.domain import POOL_VIEWS, PoolDomain, limits, pool_cases
@@ -20,6 +22,7 @@ from properties.words.example import Example
 
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
+NEW_REQUESTS, NEW_TOKENS = 15, 11  # requests of a call, and tokens of each, that no other case has
 
 
 @st.composite
@@ -56,11 +59,20 @@ def _firm_views(domain: PoolDomain) -> list[Example]:
     return firm_examples(domain, *firm)
 
 
-def _failing_between_blocks(domain: PoolDomain) -> list[Example]:
-    """Return an example in which memory runs out in calls whose values are several blocks of 64 channels."""
+def _failing(domain: PoolDomain) -> list[Example]:
+    """Return examples in which memory runs out in calls whose values are several blocks of 64 channels, and in calls of a new size.
+
+    No other case has so many requests of so many tokens, so that what an implementation makes for the first call of a size, such as
+    a table, is made while operations fail.
+    """
     wide = tuple(width for width in range(257, 64, -1) if domain.rule.has_value(width))[:1]
-    short = pool_cases(domain, most=2, kinds=("drafts",), value_dim=wide, key_dim=keys_of(domain.rule, 16), values="ordinary")
-    return firm_examples(domain, examples_of(short, None, ("failed",))) if wide and not domain.rule.equal_widths else []
+    narrow: dict[str, Any] = {"key_dim": keys_of(domain.rule, 16), "values": "ordinary"}
+    short = pool_cases(domain, most=2, kinds=("drafts",), value_dim=wide, **narrow)
+    blocks = [examples_of(short, None, ("failed",))] if wide and not domain.rule.equal_widths else []
+    lengths = (min(NEW_TOKENS, domain.most_tokens),) * NEW_REQUESTS
+    new = pool_cases(domain, value_dim=values_of(domain.rule, 16), accepted="all", padded="none", **narrow)
+    new = new.map(lambda case: dataclasses.replace(case, lengths=lengths, drafts="chain", packed=not domain.rule.batched))
+    return firm_examples(domain, *blocks, examples_of(new.filter(lambda case: domain.outside(case) is None), None, ("failed",)))
 
 
 def _promises(name: str) -> Callable[[PoolDomain], str | None]:
@@ -188,7 +200,7 @@ POOL_LAWS: dict[str, Law] = {
             of_process=True,
             draw_gpu=functools.partial(histories, gpu=True),
             turns=turns,
-            always=_failing_between_blocks,
+            always=_failing,
         ),
         Law(
             "refill",

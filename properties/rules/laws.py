@@ -8,25 +8,17 @@ from hypothesis import strategies as st
 from properties.laws.common import (
     again_law,
     batch,
-    firm_views,
     future,
     has_words,
     inner,
-    lacks_view,
     memory_law,
-    near_views,
     one_batch_row,
     oracle,
-    outside_views,
     plain,
-    pure_law,
     require,
     samples,
     several,
-    strides,
-    takes_far,
     two_tokens,
-    without_views,
 )
 from properties.laws.far_views import FAR, can_be_far, far_examples
 from properties.laws.history import history_law
@@ -39,6 +31,7 @@ from properties.laws.law import (
     one_initial_state,
 )
 from properties.laws.recompute import recompute_law
+from properties.laws.views import firm_views, lacks_view, near_views, outside_views, pure_law, strides, takes_far, without_views
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain

@@ -7,7 +7,7 @@ from typing import Any
 from properties.traces.case import MOST_EVENTS, MOST_WIDTH, TAGGED, TraceCase
 from properties.traces.domain import MOST_BLOCK, TraceDomain
 from properties.traces.events import PADDING, name_of
-from properties.words.sizes import GROUPED, at_limits, named
+from properties.words.sizes import MANY_EACH, THREE_EACH, at_limits, named
 
 _NAMES = [*map(name_of, range(TAGGED))]
 ROWS = (33, 65, 260)  # of the steps of `crowds`: just over 32, 64 and 256, usual sizes of masks and tables of rows
@@ -130,10 +130,10 @@ def admissions(domain: TraceDomain) -> list[TraceCase]:
 
 
 def many_heads(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case of MANY_HEADS key heads, with several value heads for each where the domain groups heads."""
-    heads, value_heads = GROUPED if domain.grouped_heads else (MANY_HEADS, MANY_HEADS)
+    """Return a case of MANY_HEADS heads, or where the domain groups heads two cases of many value heads for each key head."""
+    groups = (THREE_EACH, MANY_EACH) if domain.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
     trace = f"p:a3,b1/{_token(domain, ['b', 'a'])}"
-    return fixed_cases(domain, [trace], heads=heads, value_heads=value_heads)
+    return [case for pair in groups for case in fixed_cases(domain, [trace], heads=pair[0], value_heads=pair[1])]
 
 
 def mixed_snapshots(domain: TraceDomain) -> list[TraceCase]:

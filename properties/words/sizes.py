@@ -27,9 +27,10 @@ MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest 
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
 LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
-# Key and value heads, over 8 bits. There are three value heads for each key head, so that where a kernel takes 2, 4, ... or 64
-# value heads together, these end inside a group.
-GROUPED = (320, 960)
+# Key and value heads with an odd number of value heads for each key head. Where a kernel takes 2, 4, 8, ... value heads together,
+# it takes some of two key heads: up to 64 of the first, with key heads over 8 bits; and up to 16 of the second, also if it never
+# takes more than a key head has.
+THREE_EACH, MANY_EACH = (320, 960), (16, 272)
 MANY_TOKENS = 8195  # just over 8,191, the last index with 13 bits, and over 128 chunks of 64
 MANY_TOKENS_OF_CHUNKS = 16_450  # just over 256 chunks of 64; token by token, so many would take 6 s
 MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
