@@ -39,7 +39,7 @@ from properties.rules.case import Case
 from properties.seeds import draw
 from properties.words.example import Example
 from properties.words.lengths import BLOCKS, EDGES
-from properties.words.sizes import EVERY, KINDS, with_drawing
+from properties.words.sizes import EVERY_ON_GPU, KINDS, with_drawing
 
 SIZE = 12
 SAMPLES = 24  # examples of each law that are drawn to see which keys it needs
@@ -236,11 +236,11 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
 
 
 def _sample(law: Law, domain: Any, seed: int, count: int) -> list[Example]:
-    """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY more that are large, of each kind."""
+    """Return examples of a law on a GPU: `count` ordinary ones, and about one in EVERY_ON_GPU more that are large, of each kind."""
     strategy, kinds = law.on_gpu().draw, KINDS if domain.drawing.long and domain.draws_large else ()
     examples = _drawn(strategy, domain, seed, count + 1)[1:]  # the first one is the same for every seed
     for kind in kinds:
-        large, more = with_drawing(domain, large=kind), max(1, count // (EVERY * len(KINDS)))
+        large, more = with_drawing(domain, large=kind), max(1, count // (EVERY_ON_GPU * len(KINDS)))
         examples += _drawn(strategy, large, number_of(seed, kind), more + 1)[1:]
     return examples
 

@@ -28,7 +28,6 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.StatesOfTheLastTile: ("oracle", ("lengths=193+385+641+769+1025",)),
     wrong.StatesOfLaterLaunches: ("recall", ("heads=1024 value_heads=1024",)),
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
-    wrong.SequencesOf11Bits: ("recall", ("lengths=1x4100",)),
     wrong.NumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.ConvNumbersInBf16: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.LayerNumbersInBf16: ("oracle", ("1x259 packed=yes", "1x259 key_dim")),

@@ -1,4 +1,4 @@
-"""Implementations that take all packed sequences at once, right and wrong from the 65,536th one on."""
+"""Implementations that take all packed sequences at once, right ones and wrong ones from a late sequence on."""
 
 from typing import ClassVar
 
@@ -9,8 +9,6 @@ from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
-
-PROGRAMS = 2**16 - 1
 
 
 def starts_of(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -23,7 +21,7 @@ class ConvAtOnce(Adapter):
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", batched=False, backward=False, dtypes=("fp32",))
-    launches: ClassVar[bool] = False
+    together: ClassVar[int] = 2**31
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         starts, lengths = starts_of(x)
@@ -44,14 +42,14 @@ class ConvAtOnce(Adapter):
         return y[None], final if x.output_final_state else None
 
     def initial(self, state: Tensor) -> Tensor:
-        """The initial states; from the second launch on those of the first one."""
-        return state[torch.arange(len(state)) % PROGRAMS] if self.launches else state
+        """The initial states, those of the first sequences again for each further `together` ones."""
+        return state[torch.arange(len(state)) % self.together]
 
 
 class ConvInLaunches(ConvAtOnce):
     """Programs, one for a packed sequence, are launched 65,535 at a time, each with the first states."""
 
-    launches = True
+    together = 2**16 - 1
 
 
 class RuleAtOnce(Adapter):
@@ -59,7 +57,7 @@ class RuleAtOnce(Adapter):
 
     algorithm = "recurrent"
     domain = Domain(batched=False, backward=False, dtypes=("fp32",), grouped_heads=False)
-    launches: ClassVar[bool] = False
+    together: ClassVar[int] = 2**31
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         starts, lengths = starts_of(x)
@@ -80,11 +78,17 @@ class RuleAtOnce(Adapter):
         return o[None], state if x.output_final_state else None
 
     def initial(self, state: Tensor) -> Tensor:
-        """The initial states; from the second launch on those of the first one."""
-        return state[torch.arange(len(state)) % PROGRAMS] if self.launches else state
+        """The initial states, those of the first sequences again for each further `together` ones."""
+        return state[torch.arange(len(state)) % self.together]
 
 
 class RuleInLaunches(RuleAtOnce):
     """Programs, one for a packed sequence, are launched 65,535 at a time, each with the first states."""
 
-    launches = True
+    together = 2**16 - 1
+
+
+class RuleOf11Bits(RuleAtOnce):
+    """Numbers of packed sequences have 11 bits."""
+
+    together = 2**11

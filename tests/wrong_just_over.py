@@ -45,13 +45,6 @@ class EqualPast1024(Chunkwise):
         return [*found[:first], *itertools.pairwise(cuts)]
 
 
-class SequencesOf11Bits(Chunkwise):
-    """Packed sequence 2,048 begins from the state of the first one, and so on."""
-
-    def initial(self, x: Inputs, row: int) -> Tensor:
-        return super().initial(x, row if x.cu_seqlens is None else row % 2048)
-
-
 class StatesOfLaterLaunches(Chunkwise):
     """Programs of a batch, one for a sequence and a head, are launched 65,535 at a time, each with the first states."""
 

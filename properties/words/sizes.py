@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-EVERY, EVERY_DEAR = 10, 16  # one of so many cases of a law is large; the second where kernels are interpreted
+EVERY, EVERY_ON_GPU = 16, 10  # one of so many cases of a law is large
 # The kinds of large cases. A sequence is over several chunks, next to a power of two or nearly as long as possible; or sequences or
 # heads are many.
 LENGTHS, KINDS = ("chunks", "power", "most"), ("chunks", "power", "most", "sequences", "heads")
@@ -37,7 +37,7 @@ MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits:
 MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
 MANY_SEQUENCES = 1100  # packed, just over 1,024
 AT_ONCE = MOST_ALONG_Y + 65  # packed sequences of an implementation that does not take them one by one
-ONE_BY_ONE = 2**13  # the most packed sequences of one that does, because more of them would take long
+ONE_BY_ONE = 2**11  # the most packed sequences of one that does, because more of them would take long
 MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there
@@ -93,9 +93,9 @@ def with_drawing(domain: T, **fields: Any) -> T:
     return replaced
 
 
-def first_place(examples: int, most: int) -> int:
-    """Return the place of the first large case among the examples of a law. `most` is the domain's `long`."""
-    return min(examples, (EVERY if most >= MOST["quick"] else EVERY_DEAR) // 2)
+def first_place(examples: int) -> int:
+    """Return the place of the first large case among the examples of a law."""
+    return min(examples, EVERY // 2)
 
 
 def places(examples: int, most: int, first: int = 0) -> dict[int, str]:
@@ -103,8 +103,7 @@ def places(examples: int, most: int, first: int = 0) -> dict[int, str]:
 
     The kinds are those of TURNS, from `first` on. `most` is the domain's `long`: 0 if nothing is large.
     """
-    every = EVERY if most >= MOST["quick"] else EVERY_DEAR
-    large = range(first_place(examples, most), examples if most else 0, every)
+    large = range(first_place(examples), examples if most else 0, EVERY)
     return {place: TURNS[(first + number) % len(TURNS)] for number, place in enumerate(large)}
 
 

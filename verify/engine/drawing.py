@@ -77,7 +77,7 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
         large = _large(strategy(law, with_drawing(domain, large=kind)), mix_words(seed, kind), len(where))
         special |= dict(zip(where, large, strict=False))
     if long:
-        free = (place for place in range(first_place(examples, long) + 1, examples) if place not in kinds)
+        free = (place for place in range(first_place(examples) + 1, examples) if place not in kinds)
         special |= dict(zip(free, always, strict=False))
     begin, done = list[Any](), 0
 
