@@ -40,6 +40,10 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SecondLongOfABatch: ("oracle", ("lengths=1030+1030 key_dim",)),
     wrong.SecondLongPacked: ("oracle", ("lengths=1030+1030 packed=yes",)),
     wrong.ChunksOf32UpTo1024: ("recall", ("lengths=32800",)),
+    wrong.OneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
+    wrong.ConvOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
+    wrong.LayerOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
+    wrong.ChunksOf11Bits: ("recall", ("lengths=131137",)),
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
     wrong.ConvEqualIfTheLastIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
@@ -60,6 +64,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128", "/p:a124,b124")),
     wrong.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
+    wrong.ForksAtOnce: ("ledger", ("/k:b<a/k:c<b/",)),
     wrong.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
     wrong.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
     wrong.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
@@ -101,7 +106,10 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.MapsOf128Sequences: ("parallel", ("=1x129+4",)),
     wrong.PathHeadsOf8Bits: ("parallel", ("heads=320 value_heads=960",)),
 }
-RIGHT = {wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm"}  # right forms outside the zoo
+RIGHT = {
+    wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
+    wrong.ParentsOf7Bits: f"{HERE}:LongTrees",
+}  # right forms outside the zoo
 
 
 def domain_of(kind: type) -> Any:
@@ -147,7 +155,7 @@ def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) 
 @pytest.mark.slow
 def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
     examples = fixed(wrong.FewSlots, "session")
-    assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 5, 5]
+    assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 5, 5, 5]
     assert {verdict_of(f"{HERE}:FewSlots", "session", example) for example in examples} == {Verdict.HOLDS}
 
 

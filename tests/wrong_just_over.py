@@ -139,6 +139,21 @@ class ChunksOf32UpTo1024(Chunkwise):
         return o * (torch.arange(len(o)) < 1024 * self.size).view(-1, 1, 1), state
 
 
+class OneTokenIsTheFirst(Chunkwise):
+    """A call of one token takes the way of a decode, where row n has state n. Its token may be that of another packed sequence."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, 0 if x.v.shape[:2].numel() == 1 else row)
+
+
+class ChunksOf11Bits(Chunkwise):
+    """Numbers of chunks have 11 bits: the outputs of the 2,049th chunk are those of the first one, and so on."""
+
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Any:
+        o, state = super().sequence(q, k, v, g, beta, state, scale)
+        return o[torch.arange(len(o)) % (2**11 * self.size)], state
+
+
 class PackedChunksOf8Bits(Chunkwise):
     """A word has a packed sequence and its chunk in 8 bits. The 257th chunk is the next sequence's first, written later."""
 
@@ -334,10 +349,14 @@ class FourOfAKeyHead(Serving):
         return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
 
 
-class ParentsOf7Bits(DraftsInTrees):
-    """The parents of a tree's tokens are signed bytes: from the 129th token on a parent is -1, the request's own state."""
+class LongTrees(DraftsInTrees):
+    """A right decode of drafts that are long trees."""
 
     domain = dataclasses.replace(DraftsInTrees.domain, most_tokens=300)
+
+
+class ParentsOf7Bits(LongTrees):
+    """The parents of a tree's tokens are signed bytes: from the 129th token on a parent is -1, the request's own state."""
 
     def parent(self, x: Inputs, row: int, token: int) -> int:
         parent = super().parent(x, row, token)
@@ -459,6 +478,26 @@ class ForkReadsTheSnapshot(Serves):
             del self.waits[waiting]
         self.waits.pop(slot, None)
         super().give(slot)
+
+
+class ForksAtOnce(Serves):
+    """The forks since the last step are copied at once. One from another of them reads what that one's slot held before."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.held: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        states, windows = self.states.clone(), self.windows.clone()
+        super().fork(new, old, snapshot=snapshot)
+        slot = self.owned[new]
+        self.held[new] = states[slot], windows[slot]
+        if old in self.held and not snapshot:
+            self.states[slot], self.windows[slot] = self.held[old]
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        self.held.clear()
+        return super().rows(batch)
 
 
 class ForksReadAFreedRequest(Serves):
@@ -702,6 +741,13 @@ class ConvStatesOf10Bits(Conv):
         return super().initial(x, row if x.cu_seqlens is None else row % 1024)
 
 
+class ConvOneTokenIsTheFirst(Conv):
+    """A call of one token takes the way of a decode, where row n has state n. Its token may be that of another packed sequence."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, 0 if x.x.shape[:2].numel() == 1 else row)
+
+
 class ConvBatchesOf10Bits(Conv):
     """Row 1,024 of a batch begins from the state of the first one, and so on."""
 
@@ -781,6 +827,14 @@ class StatesOfTheLastTile(Conv):
 
 
 # Layers
+
+
+class LayerOneTokenIsTheFirst(Layered):
+    """A call of one token takes the way of a decode, where row n has state n. Its token may be that of another packed sequence."""
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        first = x.v.shape[:2].numel() == 1 and x.state is not None
+        return super().rule(x.replaced(state=x.state[:1].expand_as(x.state)) if first else x)
 
 
 class LayerPairsOfValueHeads(Layered):

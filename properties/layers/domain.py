@@ -121,9 +121,9 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads; several key heads with three value heads each; over 256 sequences in bf16, packed and as a batch;
-    packed ones whose first and last length are the mean of all; and sizes just over the numbers that the source names. There are
-    none if the check draws no long cases, and on a GPU.
+    These are over 256 heads, if possible with 17 value heads for each key head; over 256 sequences in bf16, packed and as a batch;
+    packed ones whose first and last length are the mean of all; one token between sequences of no tokens; and sizes just over the
+    numbers that the source names. There are none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -157,6 +157,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         case(*many, packed=True, dtype=coarse),
         case(*many, packed=False, dtype=coarse),
         case(*MEAN, packed=True),
+        case(0, 1, 0, packed=True),
     ]
     for number in named(domain):
         cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []

@@ -72,12 +72,12 @@ def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
-    and last length are the mean of all; over 256 heads, with several value heads for each key head, and with gates in the kernel;
-    over 256 value heads for one key head; over 512 sequences of a batch, and over 1,024 without a backward. Where kernels are
-    interpreted, there is a batch with over 65,535 sequences and heads. In plain torch there are a sequence of over 8,192 tokens, or
-    of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and packed; and values of over 512 channels, with keys
-    of over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they
-    compile for few widths.
+    and last length are the mean of all; one token between packed sequences of no tokens; over 256 heads, with several value heads
+    for each key head, and with gates in the kernel; over 256 value heads for one key head; over 512 sequences of a batch, and over
+    1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch
+    there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and
+    packed; and values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and if kernels
+    are compiled (a `reach` above 1), because they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -93,6 +93,7 @@ def limits(domain: Domain) -> list[Case]:
         None if quick else crowd(domain),
         _narrow_case(domain, lengths=unequal, packed=True, dtype=coarsest(domain.dtypes)),
         _narrow_case(domain, lengths=tuple(step * length for length in MEAN), packed=True),
+        _narrow_case(domain, lengths=(0, step, 0), packed=True),
         heads(MANY, MANY),
         heads(*THREE_EACH),
         heads(*MANY_EACH),
@@ -142,7 +143,7 @@ def exact_limits(domain: Domain) -> list[Case]:
 
     These are the crowd of `crowd`; over 4,096 packed sequences in bf16; over 65,535, for an implementation that does not take them
     one by one (`many_at_once` of properties/laws/law.py); a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also
-    of over 65,535; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it
+    of over 131,072; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it
     may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many
     take 2 s.
     """

@@ -199,8 +199,8 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
     """Return cases in which a request begins from a snapshot or from another request.
 
     In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part, and in one
-    a request leaves whose name begins the name of its owner. In one, requests leave from which others began, and new ones get their
-    slots before the others go on.
+    a request leaves whose name begins the name of its owner. In one, a request begins from one that has just begun itself. In one,
+    requests leave from which others began, and new ones get their slots before the others go on.
     """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     token, cases = _token(domain, ["b"]), []
@@ -214,7 +214,9 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
         cases += fixed_cases(domain, [prefix] * bool(prefix), slots=6, snapshots=every, aligned=aligned)
     if "fork" in domain.events:
         leave = "r:a" if "preempt" in domain.events else "f:a"
-        cases += fixed_cases(domain, [f"p:a5,c4/k:b<a/k:d<c/{leave}/f:c/p:e3,f2/{_token(domain, ['b', 'd'])}"], slots=5)
+        then = f"{leave}/f:c/p:e3,f2/{_token(domain, ['b', 'd'])}"
+        cases += fixed_cases(domain, [f"p:a5/k:b<a/k:c<b/{_token(domain, ['b', 'c'])}"], slots=5)
+        cases += fixed_cases(domain, [f"p:a5,c4/k:b<a/k:d<c/{then}"], slots=5)
     if {"fork", "save"} <= {*domain.events}:
         cases += fixed_cases(domain, [f"p:a5/s:a/k:b<a@/s:a/{token}"], slots=5)
     return cases

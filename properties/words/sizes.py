@@ -35,6 +35,7 @@ MANY_TOKENS = 8195  # just over 8,191, the last index with 13 bits, and over 128
 MANY_TOKENS_OF_CHUNKS = 16_450  # just over 256 chunks of 64; token by token, so many would take 6 s
 MANY_STEPS = 2**15 + 1  # tokens, just over 32,767, the last index with 15 bits: the largest of a signed number with 16
 MOST_TOKENS = MOST_ALONG_Y + 65  # just over 65,535, the last index with 16 bits
+LONG_CONTEXT = 2**17 + 65  # tokens: 2,049 chunks of 64, or 1,025 of 128, and a part of one
 MANY_SEQUENCES = 1100  # packed, just over 1,024
 AT_ONCE = MOST_ALONG_Y + 65  # packed sequences of an implementation that does not take them one by one
 ONE_BY_ONE = 2**11  # the most packed sequences of one that does, because more of them would take long
@@ -69,12 +70,15 @@ def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise
 def exact_tokens(chunk: int | None, algorithm: str) -> int:
     """Return the tokens of a sequence whose results are exact, in plain torch: over 1,024 chunks and over 32,767 tokens.
 
-    There is none for a chunk over USUAL_CHUNK, and for one that is not known, unless the algorithm is recurrent: an implementation
-    whose only chunk is the whole sequence would need 4 GB for each head.
+    Chunks of 64 and more have a usual longest context, and one chunk more. There is none for a chunk over USUAL_CHUNK, and for one
+    that is not known, unless the algorithm is recurrent: an implementation whose only chunk is the whole sequence would need 4 GB
+    for each head.
     """
     if chunk is None:
         return MANY_STEPS if algorithm == "recurrent" else 0
-    return min(max(MANY_STEPS, MANY_CHUNKS * chunk), MOST_TOKENS) if chunk <= USUAL_CHUNK else 0
+    if chunk > USUAL_CHUNK:
+        return 0
+    return LONG_CONTEXT if chunk >= 64 else max(MANY_STEPS, MANY_CHUNKS * chunk)
 
 
 def at_limits(domain: Any) -> bool:
