@@ -39,11 +39,11 @@ class LayerRowsUpTo300(Layered):
         return super().before(x, row % ROWS)
 
 
-class PoolHeadsUpTo600(Serving):
-    """Value heads from the 601st on answer with zeros."""
+class PoolHeadsUpTo1000(Serving):
+    """Value heads from the 1,001st on answer with zeros."""
 
     def answer(self, x: Inputs, o: Tensor) -> Tensor:
-        return torch.cat([o[:, :, :600], o[:, :, 600:] * 0], 2)
+        return torch.cat([o[:, :, :1000], o[:, :, 1000:] * 0], 2)
 
 
 def _last(tokens: int, block: int = 140) -> bool:

@@ -12,7 +12,7 @@ from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
 from properties.words.lengths import MEAN
-from properties.words.sizes import CROWD, MANY_SEQUENCES, MOST, places, sized
+from properties.words.sizes import CROWD, MANY_EACH, MANY_SEQUENCES, MOST, THREE_EACH, places, sized
 from verify.adapters import loader
 from verify.engine.drawing import of_law
 from verify.process.messages import RunOne
@@ -39,10 +39,11 @@ def test_a_check_draws_such_a_batch_once_and_with_every_seed_at_one_place() -> N
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 20)
-    assert [cases.count(case) for case in limits(SIZED)] == [1] * 8
-    _, many, mean, heads, grouped, ratio, batch, largest = limits(SIZED)
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 11
+    _, many, mean, one, step, heads, three, seventeen, ratio, batch, largest = limits(SIZED)
     assert {case.state for case in limits(SIZED)} == {"random"}
-    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[3:6]] == [
+    assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[5:9]] == [
+        "none",
         "none",
         "none",
         "both",
@@ -50,22 +51,24 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     assert limits(dataclasses.replace(SIZED, initial_state=False))[0].state == "none"
     assert (len(many.lengths), many.packed, {*many.lengths}) == (MANY_SEQUENCES, True, {1, 2, 3})
     assert (mean.lengths, mean.packed) == (MEAN, True)
-    assert [(case.heads, case.value_heads, case.tokens) for case in (heads, grouped, ratio)] == [
+    assert [(case.lengths, case.packed) for case in (one, step)] == [((0, 1, 0), True), ((0, 3, 0), True)]
+    assert [(case.heads, case.value_heads, case.tokens) for case in (heads, three, seventeen, ratio)] == [
         (MANY, MANY, 3),
-        (MANY, 2 * MANY, 3),
+        (*THREE_EACH, 3),
+        (*MANY_EACH, 3),
         (1, MANY_OF_A_KEY, 3),
     ]
     assert (len(batch.lengths), batch.packed, batch.backward) == (MANY_ROWS, False, SIZED.backward)
     assert (len(largest.lengths), largest.packed, largest.backward) == (MOST_ROWS, False, False)
     assert limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))[1:] == [heads, batch, largest]
     short = limits(dataclasses.replace(SIZED, longest=1))
-    assert [len(case.lengths) for case in short] == [65, MANY_SEQUENCES, 1, 1, 1, MANY_ROWS, MOST_ROWS]
-    assert limits(dataclasses.replace(SIZED, length_step=16))[1].heads == MANY, "one token is no multiple of 16"
+    assert [len(case.lengths) for case in short] == [65, MANY_SEQUENCES, 3, 1, 1, 1, 1, MANY_ROWS, MOST_ROWS]
+    assert limits(dataclasses.replace(SIZED, length_step=16))[3].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At1024States", 1), ("At256Heads", 3)])
+@pytest.mark.parametrize(("wrong", "number"), [("At1024Sequences", 1), ("At1024States", 1), ("At256Heads", 5)])
 def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str, number: int, worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:{wrong}"
     below = [
@@ -82,7 +85,7 @@ def test_a_kernel_that_stops_at_a_limit_is_broken_by_that_case_alone(wrong: str,
 @pytest.mark.slow
 def test_a_wrong_number_of_a_head_in_the_gate_is_broken_by_the_case_with_gates_in_the_kernel(worker: Worker) -> None:
     spec = f"{pathlib.Path(__file__).with_name('wrong_limits.py')}:SpeedsOf256Heads"
-    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[3:6:2]
+    given, computed = limits(dataclasses.replace(SIZED, in_kernel=("none", "both")))[5:9:3]
     below = dataclasses.replace(computed, heads=256, value_heads=256)
     outcomes = [Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={spec} {case}"))) for case in (given, computed, below)]
     assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]

@@ -91,7 +91,8 @@ def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: t
             assert any(outcome_of(kind, law, example).verdict is Verdict.BROKEN for example in others), (seed, others)
     right = next(base for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
     for example in examples:
-        assert execute(Run(law, f"zoo/{right.__name__}", example)).verdict is Verdict.HOLDS, example
+        outcome = execute(Run(law, f"zoo/{right.__name__}", example))
+        assert outcome.verdict is Verdict.HOLDS or "one by one" in outcome.reason, example
 
 
 # Those that drawn examples may show too: `second` is drawn in float32 with some seeds.
@@ -180,14 +181,14 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert (transfer.heads, transfer.value_heads) == (3, 6)
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
-    again, short, prefix, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
+    again, short, prefix, chain, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])
-    assert prefix == ["p", "f", "k", "d"]
+    assert (prefix, chain) == (["p", "f", "k", "d"], ["p", "k", "k", "d"])
     assert [row.start for step in block_ends(domain)[0].plan for row in step.rows if step.kind == "d"] == [255, 256, 257, 256]
     assert [len(step.rows) for step in alternating(domain)[0].plan[1:]] == [7, 2, 7, 3, 2, 7, 3, 7]
     assert left == ["p", "k", "k", "r", "f", "p", "d"]
     kept = dataclasses.replace(domain, events=tuple(event for event in domain.events if event != "preempt"))
-    assert [step.kind for step in forks(kept)[3].plan] == ["p", "k", "k", "f", "f", "p", "d"]
+    assert [step.kind for step in forks(kept)[4].plan] == ["p", "k", "k", "f", "f", "p", "d"]
     (saving,) = crowded_snapshots(domain)
     assert [place for place, row in enumerate(saving.plan[0].rows) if row.snapshot is not None] == [*SAVING]
     few = sized(TraceDomain(most_slots=26), None, MOST["quick"])

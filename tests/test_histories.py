@@ -321,14 +321,14 @@ def test_an_engine_that_declares_it_is_the_only_one_is_right() -> None:
 
 
 class BreaksInTheEnd(Chunkwise):
-    """The sixtieth call of a process and all later ones are wrong, so no single line of fewer calls shows it."""
+    """Call number 120 of a process and all later ones are wrong, so no single line of fewer calls shows it."""
 
     calls: ClassVar[int] = 0
 
     def run(self, x: Inputs) -> Any:
         type(self).calls += 1
         o, state = super().run(x)
-        return (o + 1, state) if self.calls >= 60 else (o, state)
+        return (o + 1, state) if self.calls >= 120 else (o, state)
 
 
 @pytest.mark.slow

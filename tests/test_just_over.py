@@ -43,6 +43,9 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.OneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
     wrong.ConvOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
     wrong.LayerOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
+    wrong.OneTokenEach: ("oracle", ("lengths=0+3+0",)),
+    wrong.SpeedsOf1024Sequences: ("oracle", ("lengths=1+2+3+1+2+3",)),
+    wrong.BlocksOf6Bits: ("blocks", ("op=decode",)),
     wrong.ChunksOf11Bits: ("recall", ("lengths=131137",)),
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
@@ -106,10 +109,12 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.MapsOf128Sequences: ("parallel", ("=1x129+4",)),
     wrong.PathHeadsOf8Bits: ("parallel", ("heads=320 value_heads=960",)),
 }
+# Right forms outside the zoo.
 RIGHT = {
     wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
     wrong.ParentsOf7Bits: f"{HERE}:LongTrees",
-}  # right forms outside the zoo
+    wrong.SpeedsOf1024Sequences: "tests/right_interfaces.py:FusedGates",
+}
 
 
 def domain_of(kind: type) -> Any:

@@ -27,7 +27,7 @@ SHOWN_BY: dict[type, tuple[str, int, str]] = {
     wrong.ValuesUpTo600: ("oracle", 600, "zoo/Chunkwise"),
     wrong.SquaresUpTo9000: ("oracle", 9000, "zoo/GatedNorm"),
     wrong.LayerRowsUpTo300: ("oracle", 300, "zoo/Layered"),
-    wrong.PoolHeadsUpTo600: ("oracle", 600, "zoo/Serving"),
+    wrong.PoolHeadsUpTo1000: ("oracle", 1000, "zoo/Serving"),
     wrong.TailsOf140: ("history", 140, f"{RIGHT_CALLS}:WeighsPlaces"),
     wrong.WholeDraftsAtEndsOf96: ("session", 96, "gdn/pool"),
 }

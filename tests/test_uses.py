@@ -27,6 +27,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.SectionsInOrder: ("strides", "fused"),
     wrong.RuleOfSectionsInOrder: ("strides", "sliced"),
     wrong.BlocksOfValues: ("history", "failed"),
+    wrong.DecaysBeforeItHasMemory: ("history", "failed"),
     wrong.TableBeforeItIsFull: ("history", "failed"),
     wrong.SlotsOfSnapshotsFirst: ("history", "retried"),
     wrong.DenseOffsets: ("strides", "indices"),

@@ -12,6 +12,7 @@ from oracles.operation import Inputs
 from properties.paths.domain import PathDomain
 from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
+from tests.right_interfaces import FusedGates
 from tests.wrong_options import SumNorm
 from verify.adapters.base import PathAdapter
 from verify.adapters.gdn.pool import Progress
@@ -19,7 +20,7 @@ from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 from verify.zoo.wrong_gates import Stepwise
-from verify.zoo.wrong_pools import DraftsInTrees
+from verify.zoo.wrong_pools import DraftsInTrees, InBlocks
 from verify.zoo.wrong_traces import Serves
 
 
@@ -144,6 +145,25 @@ class OneTokenIsTheFirst(Chunkwise):
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, 0 if x.v.shape[:2].numel() == 1 else row)
+
+
+class OneTokenEach(Chunkwise):
+    """A call with as many tokens as packed sequences takes the way of a decode, where each sequence has one token."""
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        found, tokens = super().boundaries(x), x.v.shape[1]
+        each = x.cu_seqlens is not None and tokens == len(found) > 1
+        return [(row, row + 1) for row in range(tokens)] if each else found
+
+
+class SpeedsOf1024Sequences(FusedGates):
+    """The gradient of A_log has the sums of the first 1,024 packed sequences alone."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.cu_seqlens is None or len(x.cu_seqlens) < 1026:
+            return super().run(x)
+        late = torch.arange(x.v.shape[1]) >= x.cu_seqlens[1024]
+        return super().run(x.replaced(A_log=torch.where(late[:, None], x.A_log.detach(), x.A_log)))
 
 
 class ChunksOf11Bits(Chunkwise):
@@ -347,6 +367,13 @@ class FourOfAKeyHead(Serving):
         together = min(ratio, 4)
         order = heads // together * together // ratio
         return super().run(x.replaced(q=x.q[:, :, order], k=x.k[:, :, order]))
+
+
+class BlocksOf6Bits(InBlocks):
+    """A block of value channels has a number of 6 bits, so that no more than 64 are computed."""
+
+    def programs(self, width: int) -> int:
+        return min(super().programs(width), 64)
 
 
 class LongTrees(DraftsInTrees):

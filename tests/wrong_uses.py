@@ -104,6 +104,19 @@ class BlocksOfValues(Serving):
         return torch.cat([super(BlocksOfValues, self).run(x.replaced(v=v, pool=pool))[0] for v, pool in blocks], -1), x.pool
 
 
+class DecaysBeforeItHasMemory(Serving):
+    """A token of each request decays states of float32 in the pool, and then needs memory for its update."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        if x.cu_seqlens is not None or x.v.shape[1] != 1 or x.pool.dtype != torch.float32:
+            return super().run(x)
+        for request in range(len(x.slots)):
+            slot = self.slot(x, request)
+            if slot is not None:
+                x.pool[slot].mul_(x.g[request, 0].float().exp()[:, None, None])
+        return super().run(x.replaced(g=torch.zeros_like(x.g)))
+
+
 class TableBeforeItIsFull(Serving):
     """The numbers of 150 tokens or more are a table that is kept for each count of them, from before it is filled."""
 

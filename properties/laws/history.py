@@ -45,7 +45,8 @@ SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", 
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
-FAILURES = 18  # operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
+EACH = 48  # of the first operations of a call, each of which fails in the history `failed`
+FAILURES = 18  # further operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
 
@@ -331,12 +332,12 @@ def _failed(bench: Bench, example: Example) -> Iterator[Pair]:
 def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) -> Iterator[tuple[int, Inputs]]:
     """Let calls fail, and yield the number of the operation that failed and the inputs as the call left them.
 
-    The numbers lie close at first, and then further apart. They increase, so that what a call keeps for ever is not yet there, and
-    then decrease, so that a later call does not clear away what a call has left.
+    Each of the first EACH operations fails, and then some that lie further apart. The numbers increase, so that what a call keeps
+    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left.
     """
     places = further_apart(seed, FAILURES)
     end = places[-1] + 1
-    for place in (*places, *reversed(places)):
+    for place in (*sorted({*range(1, EACH + 1), *places}), *reversed(places)):
         if place >= end:
             continue
         if (left := bench.fail(inputs, cotangents, place)) is None:
@@ -380,8 +381,9 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
     makes for the first call of a size, such as a table, is made while operations fail. 0 stands for no such case.
 
     Further cases always come. The first call of a new process is in 16 bits, and a later one in float32. That of another one is
-    under inference_mode, and a later one has gradients. The first of BEHIND that the domain allows is called with and without
-    gradients. Single tokens are called under inference_mode, with every setting at one value and at another.
+    under inference_mode, and a later one has gradients. The first calls of a third one fail. The first of BEHIND that the domain
+    allows is called with and without gradients. Single tokens are called under inference_mode, with every setting at one value and
+    at another.
     """
 
     def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
@@ -439,7 +441,8 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         # A process takes about a second to start where kernels are interpreted.
         ways = {domain.packs, not domain.batched} if domain.drawing.quick else {domain.packs}
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
-        return firm_examples(domain, examples_of(halves, None, ("others",)), *modes)
+        several = drawn(packed=domain.packs).filter(lambda case: min(case.lengths) >= min(3, domain.longest or 3))
+        return firm_examples(domain, examples_of(halves, None, ("others",)), *modes, examples_of(several, None, ("failed",)))
 
     return Law(
         "history",

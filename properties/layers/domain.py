@@ -17,7 +17,7 @@ from properties.words.domain import OFFSETS, AnyDomain, check_views, check_whole
 from properties.words.lengths import MEAN, lengths
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import FEW_HEADS, LENGTHS, MANY_EACH, at_limits, coarsest, kind_of, large_lengths, named
+from properties.words.sizes import FEW_HEADS, LENGTHS, MANY_EACH, ONE_OF_THREE, at_limits, coarsest, kind_of, large_lengths, named
 from properties.words.word import flag, some_of
 
 ORDINARY = 32  # a case with wider keys takes several times as long
@@ -122,8 +122,8 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
     These are over 256 heads, if possible with 17 value heads for each key head; over 256 sequences in bf16, packed and as a batch;
-    packed ones whose first and last length are the mean of all; one token between sequences of no tokens; and sizes just over the
-    numbers that the source names. There are none if the check draws no long cases, and on a GPU.
+    packed ones whose first and last length are the mean of all; one token, and three, between sequences of no tokens; and sizes
+    just over the numbers that the source names. There are none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -157,7 +157,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         case(*many, packed=True, dtype=coarse),
         case(*many, packed=False, dtype=coarse),
         case(*MEAN, packed=True),
-        case(0, 1, 0, packed=True),
+        *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
     ]
     for number in named(domain):
         cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []

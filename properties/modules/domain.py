@@ -32,7 +32,18 @@ from properties.words.lengths import MEAN, lengths, narrow
 from properties.words.line import MAX_HEADS
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
-from properties.words.sizes import AT_ONCE, LENGTHS, MANY_SEQUENCES, MOST_TOKENS, at_limits, coarsest, kind_of, large_lengths, named
+from properties.words.sizes import (
+    AT_ONCE,
+    LENGTHS,
+    MANY_SEQUENCES,
+    MOST_TOKENS,
+    ONE_OF_THREE,
+    at_limits,
+    coarsest,
+    kind_of,
+    large_lengths,
+    named,
+)
 from properties.words.word import flag, one_of, some_of
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
@@ -205,9 +216,9 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
     In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
     that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024 packed sequences with
-    states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all, one token between
-    sequences of no tokens, and over 12,288 channels, or as many as it takes; in plain torch also sequences of one token over
-    multiples of 64 to 1,024. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no
+    states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all, one token, and three,
+    between sequences of no tokens, and over 12,288 channels, or as many as it takes; in plain torch also sequences of one token
+    over multiples of 64 to 1,024. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no
     multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the
     domain has that. Further ones are just over the numbers that the source names. There are none if the check draws no long cases,
     or if kernels are compiled.
@@ -226,7 +237,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             case(min(5, domain.longest), width=_width_from(domain, MANY_CHANNELS)),
             case(*unequal, packed=True, dtype=coarsest(domain.dtypes)),
             case(*MEAN, packed=True),
-            case(0, 1, 0, packed=True),
+            *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
             case(*(1,) * MANY_SEQUENCES, packed=False),
         ]
         if domain.drawing.quick:

@@ -22,6 +22,7 @@ from properties.words.example import Example
 
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
+DECAYING = ("10", "64")  # gates with which one token changes much of a state and leaves much of it
 NEW_REQUESTS, NEW_TOKENS = 15, 11  # requests of a call, and tokens of each, that no other case has
 
 
@@ -60,19 +61,32 @@ def _firm_views(domain: PoolDomain) -> list[Example]:
 
 
 def _failing(domain: PoolDomain) -> list[Example]:
-    """Return examples in which memory runs out in calls whose values are several blocks of 64 channels, and in calls of a new size.
+    """Return examples in which memory runs out: in the first calls of a process, whose values are several blocks of 64 channels, in
+    calls of a new size, and in a decode of one token of each request.
 
     No other case has so many requests of so many tokens, so that what an implementation makes for the first call of a size, such as
     a table, is made while operations fail.
     """
     wide = tuple(width for width in range(257, 64, -1) if domain.rule.has_value(width))[:1]
-    narrow: dict[str, Any] = {"key_dim": keys_of(domain.rule, 16), "values": "ordinary"}
+    narrow: dict[str, Any] = {"key_dim": keys_of(domain.rule, 16), "values": "ordinary", "gate": DECAYING, "beta": ("ordinary",)}
     short = pool_cases(domain, most=2, kinds=("drafts",), value_dim=wide, **narrow)
     blocks = [examples_of(short, None, ("failed",))] if wide and not domain.rule.equal_widths else []
     lengths = (min(NEW_TOKENS, domain.most_tokens),) * NEW_REQUESTS
     new = pool_cases(domain, value_dim=values_of(domain.rule, 16), accepted="all", padded="none", **narrow)
     new = new.map(lambda case: dataclasses.replace(case, lengths=lengths, drafts="chain", packed=not domain.rule.batched))
-    return firm_examples(domain, *blocks, examples_of(new.filter(lambda case: domain.outside(case) is None), None, ("failed",)))
+    usual: dict[str, Any] = {"state_dtype": domain.states_of(domain.rule.dtypes[0])[0], "dtype": domain.rule.dtypes[0]}
+    steps = pool_cases(domain, kinds=("steps",), padded="none", accepted="all", fresh="none", state="random", **usual, **narrow)
+    steps = steps.filter(lambda case: case.packed != domain.rule.batched and len(case.lengths) > 1 and min(case.lengths) > 0)
+    new = new.filter(lambda case: domain.outside(case) is None)
+    return firm_examples(domain, *blocks, *(examples_of(drawn, None, ("failed",)) for drawn in (new, steps)))
+
+
+def _many_blocks(domain: PoolDomain) -> list[Example]:
+    """Return a case whose values are over 64 of the smallest blocks, or as many as the domain has."""
+    widths = [width for width in range(1, 64 * min(domain.blocks, default=1) + 65) if domain.rule.has_value(width)]
+    wide = next((width for width in widths if width > 64 * min(domain.blocks)), widths[-1])
+    narrow: dict[str, Any] = {"key_dim": keys_of(domain.rule, 16), "value_dim": wide, "values": "ordinary", "block_v": "default"}
+    return firm_examples(domain, examples_of(pool_cases(domain, most=2, **narrow).filter(lambda case: case.tokens > 1)))
 
 
 def _promises(name: str) -> Callable[[PoolDomain], str | None]:
@@ -201,6 +215,7 @@ POOL_LAWS: dict[str, Law] = {
             draw_gpu=functools.partial(histories, gpu=True),
             turns=turns,
             always=_failing,
+            begins=_failing,
         ),
         Law(
             "refill",
@@ -222,6 +237,7 @@ POOL_LAWS: dict[str, Law] = {
             checks.blocks,
             _promises("blocks"),
             lacks=_lacks("block_v", "default"),
+            always=_many_blocks,
         ),
         Law(
             "strides",

@@ -33,6 +33,7 @@ from properties.words.sizes import (
     MANY_TOKENS,
     MANY_TOKENS_OF_CHUNKS,
     NARROW,
+    ONE_OF_THREE,
     THREE_EACH,
     coarsest,
     kind_of,
@@ -72,12 +73,12 @@ def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
-    and last length are the mean of all; one token between packed sequences of no tokens; over 256 heads, with several value heads
-    for each key head, and with gates in the kernel; over 256 value heads for one key head; over 512 sequences of a batch, and over
-    1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads. In plain torch
-    there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a batch and
-    packed; and values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and if kernels
-    are compiled (a `reach` above 1), because they compile for few widths.
+    and last length are the mean of all; one token, and three, between packed sequences of no tokens; over 256 heads, with several
+    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 512 sequences of a
+    batch, and over 1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
+    In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
+    batch and packed; and values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and
+    if kernels are compiled (a `reach` above 1), because they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 
@@ -91,9 +92,9 @@ def limits(domain: Domain) -> list[Case]:
     pair = tuple(map(up, LONG_PAIR))
     found = [
         None if quick else crowd(domain),
-        _narrow_case(domain, lengths=unequal, packed=True, dtype=coarsest(domain.dtypes)),
+        _narrow_case(domain, inside="both", lengths=unequal, packed=True, dtype=coarsest(domain.dtypes)),
         _narrow_case(domain, lengths=tuple(step * length for length in MEAN), packed=True),
-        _narrow_case(domain, lengths=(0, step, 0), packed=True),
+        *(_narrow_case(domain, lengths=(0, step * tokens, 0), packed=True) for tokens in ONE_OF_THREE),
         heads(MANY, MANY),
         heads(*THREE_EACH),
         heads(*MANY_EACH),

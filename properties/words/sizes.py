@@ -41,6 +41,7 @@ AT_ONCE = MOST_ALONG_Y + 65  # packed sequences of an implementation that does n
 ONE_BY_ONE = 2**11  # the most packed sequences of one that does, because more of them would take long
 MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
+ONE_OF_THREE = (1, 3)  # tokens of one of three packed sequences, which alone has any: as a step of one, or of each, would have
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there
 
 
@@ -78,7 +79,9 @@ def exact_tokens(chunk: int | None, algorithm: str) -> int:
         return MANY_STEPS if algorithm == "recurrent" else 0
     if chunk > USUAL_CHUNK:
         return 0
-    return LONG_CONTEXT if chunk >= 64 else max(MANY_STEPS, MANY_CHUNKS * chunk)
+    if chunk >= 64 and algorithm == "chunkwise":
+        return LONG_CONTEXT
+    return min(max(MANY_STEPS, MANY_CHUNKS * chunk), MOST_TOKENS)
 
 
 def at_limits(domain: Any) -> bool:
