@@ -19,6 +19,7 @@ from properties.pools.rows import begins_of
 from properties.rules.drawing import REMEMBERING, keys_of, values_of
 from properties.words.domain import INDICES, MIXED
 from properties.words.example import Example
+from properties.words.line import MAX_WIDTH
 
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
@@ -82,9 +83,11 @@ def _failing(domain: PoolDomain) -> list[Example]:
 
 
 def _many_blocks(domain: PoolDomain) -> list[Example]:
-    """Return a case whose values are over 64 of the smallest blocks, or as many as the domain has."""
-    widths = [width for width in range(1, 64 * min(domain.blocks, default=1) + 65) if domain.rule.has_value(width)]
-    wide = next((width for width in widths if width > 64 * min(domain.blocks)), widths[-1])
+    """Return a case whose values are over 64 of the smallest blocks, or the widest below. There is none if K must equal V."""
+    if domain.rule.equal_widths:
+        return []
+    least = 64 * min(domain.blocks, default=1) + 1
+    wide = next((width for width in (*range(least, MAX_WIDTH + 1), *range(least, 0, -1)) if domain.rule.has_value(width)), 0)
     narrow: dict[str, Any] = {"key_dim": keys_of(domain.rule, 16), "value_dim": wide, "values": "ordinary", "block_v": "default"}
     return firm_examples(domain, examples_of(pool_cases(domain, most=2, **narrow).filter(lambda case: case.tokens > 1)))
 
@@ -215,7 +218,7 @@ POOL_LAWS: dict[str, Law] = {
             draw_gpu=functools.partial(histories, gpu=True),
             turns=turns,
             always=_failing,
-            begins=_failing,
+            begins=lambda domain: _failing(domain) if domain.drawing.quick else [],  # elsewhere a process takes a second to start
         ),
         Law(
             "refill",
