@@ -1,6 +1,7 @@
 """Ways in which callers use an implementation: each finds wrong code that nothing else finds, and leaves right code alone."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import pytest
@@ -16,9 +17,14 @@ from properties.words.example import Example
 from tests import wrong_uses as wrong
 from tests.drawn import domain_in_a_check, in_a_check
 from tests.together import for_each
+from verify.engine.check import Check
+from verify.engine.profiles import PROFILES
+from verify.engine.state import Settings
 from verify.execution.execute import execute
 from verify.execution.line import Run
+from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
 
 HERE = "tests/wrong_uses.py"
 # The law that shows each of them, and its variant, or "" if the law has none.
@@ -130,6 +136,16 @@ def test_calls_in_flight_have_packings_of_their_own(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(checks, "later_cases", of_one_packing)
     assert execute(Run.parse(wrong_line)).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow_after_first
+def test_a_process_begins_with_calls_that_fail(seed: int, worker: Worker, tmp_path: pathlib.Path) -> None:
+    """In the process of another law, an earlier call has made the mask already, and no failure shows it."""
+    settings = Settings(f"{HERE}:OneMaskOfAFailure", ["pure", "history"], PROFILES["quick"], seed=seed)
+    pure, history = Check(settings, [worker], Store(tmp_path)).run()
+    assert (pure.verdict, history.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
+    assert "variant=failed" in history.run
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)

@@ -45,7 +45,7 @@ SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", 
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
-EACH = 48  # of the first operations of a call, each of which fails in the history `failed`
+EACH = 48  # so many of the first operations of a call fail in the history `failed`, one in each call
 FAILURES = 18  # further operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 

@@ -71,9 +71,9 @@ def sized(domain: Any, chunk: int | None, most: int, algorithm: str = "chunkwise
 def exact_tokens(chunk: int | None, algorithm: str) -> int:
     """Return the tokens of a sequence whose results are exact, in plain torch: over 1,024 chunks and over 32,767 tokens.
 
-    Chunks of 64 and more have a usual longest context, and one chunk more. There is none for a chunk over USUAL_CHUNK, and for one
-    that is not known, unless the algorithm is recurrent: an implementation whose only chunk is the whole sequence would need 4 GB
-    for each head.
+    In chunks of 64 or more, the sequence is a chunk longer than a usual longest context. There is none for a chunk over
+    USUAL_CHUNK, and for one that is not known, unless the algorithm is recurrent: an implementation whose only chunk is the whole
+    sequence would need 4 GB for each head.
     """
     if chunk is None:
         return MANY_STEPS if algorithm == "recurrent" else 0

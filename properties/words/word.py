@@ -104,7 +104,7 @@ def promises_of(kind: type[Any]) -> dict[str, Promise]:
 def text_of(value: object) -> str:
     """Return a field's value as text: yes or no for a flag, numbers joined by +, otherwise str(value).
 
-    Of numbers, over EQUAL equal ones in succession are one with their count, such as 3x1100.
+    More than EQUAL equal numbers in succession are written as the number and its count, such as 3x1100.
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
