@@ -19,6 +19,7 @@ class Answering:
     def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Any = None, cost: str = "slow") -> None:
         self.ratio, self.domain, self.cost = ratio, domain or Domain(), cost
         self.asked: list[str] = []
+        self.ran = self.asked  # one process runs all of them
         self.closed = False
 
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from properties.words.example import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.drawing import batches, of_law, seeded
-from verify.engine.explaining import Explained
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.repeating import Explained
 from verify.engine.shrink import Shrunk, shrink
 from verify.engine.state import Settings
 from verify.execution.line import Run
@@ -88,7 +88,7 @@ def unexplained(runs: int = 0) -> Iterator[None]:
         yield
 
 
-def _shrunk_alone(run: Run, outcome: Outcome, *others: Any) -> Explained:
+def _shrunk_alone(run: Run, outcome: Outcome, *others: Any, **_: Any) -> Explained:
     *arguments, domain = others
     small, best = explaining.explain(run.the_law, run, outcome, *arguments, domain=domain)
     return Explained(dataclasses.replace(run, example=small.example), best, small, "")

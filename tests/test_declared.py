@@ -16,7 +16,7 @@ from tests.answering import Answering
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 from verify.engine.asking import Described
-from verify.engine.explaining import would_hold
+from verify.engine.would_hold import would_hold
 from verify.execution import execute as execute_module
 from verify.execution.execute import execute
 from verify.execution.judge import OFF

@@ -13,10 +13,10 @@ from verify.cli.hosts import read_deny_list
 from verify.engine.asking import ask_all, describe
 from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
-from verify.engine.explaining import would_hold, would_hold_within
 from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES
 from verify.engine.state import Settings
+from verify.engine.would_hold import would_hold, would_hold_within
 from verify.execution.line import Run
 from verify.execution.service import typed_answer
 from verify.findings import known

@@ -32,7 +32,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("check and soak JSON", "key of `end`"): lambda: {"schema", "record", *fields(definition("End", with_field="exit_code"))},
     ("reach", "key of a reach"): lambda: [*({*fields(definition("Reach"))} - {"lines"}), "statements"],
     ("sweep JSON", "key"): lambda: dict_keys("infeasible", "faults"),
-    ("repeat JSON", "key"): lambda: {"run", "versions", *fields(definition("Outcome"))} - {"reach"},
+    ("repeat JSON", "key"): lambda: {"run", "after", "versions", *fields(definition("Outcome"))} - {"reach"},
     ("launches JSON", "key"): lambda: {"run", *fields(definition("LaunchReport"))},
     ("arithmetic JSON", "key"): lambda: dict_keys("known_versions"),
     ("arithmetic JSON", "key of a measure"): lambda: {*fields(definition("Comparison")), *dict_keys("covered")},

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
+import threading
 import time
 import types
 import weakref
@@ -26,6 +28,7 @@ from verify.bench import addresses
 from verify.bench import at_once as calls_at_once
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
+from verify.engine import explaining
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
 from verify.engine.drawing import of_law
@@ -331,13 +334,41 @@ class BreaksInTheEnd(Chunkwise):
         return (o + 1, state) if self.calls >= 120 else (o, state)
 
 
+class BreaksInOneProcess(BreaksInTheEnd):
+    """As BreaksInTheEnd, and only if no file of that name is there yet, so that no other process can show it."""
+
+    def run(self, x: Inputs) -> Any:
+        if self.calls == 118:
+            try:
+                pathlib.Path(os.environ["ONE_PROCESS"]).touch(exist_ok=False)
+            except FileExistsError:
+                type(self).calls = -1000
+        return super().run(x)
+
+
 @pytest.mark.slow
-def test_what_a_fresh_process_does_not_repeat_is_undecided(worker: Worker, tmp_path: pathlib.Path) -> None:
+def test_what_a_fresh_process_does_not_repeat_after_earlier_cases_either_is_undecided(
+    worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONE_PROCESS", str(tmp_path / "there"))
+    worker.end()
+    settings = Settings(f"{HERE}:BreaksInOneProcess", ["history"], Profile("few", 12))
+    with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.UNKNOWN
+    assert "not again in a fresh worker" in report.reason
+
+
+@pytest.mark.slow
+def test_what_a_fresh_process_repeats_after_earlier_cases_is_broken(
+    worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 5)  # each makes 120 calls
     settings = Settings(f"{HERE}:BreaksInTheEnd", ["history"], Profile("few", 12))
     with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
         (report,) = check.run()
-    assert report.verdict is not Verdict.BROKEN
-    assert "not again in a fresh worker" in report.reason
+    assert (report.verdict, report.repeats) == (Verdict.BROKEN, "after others")
+    assert report.after
 
 
 @pytest.mark.parametrize(
@@ -355,7 +386,11 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
     monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
     law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
+    law_check._worker = types.SimpleNamespace(ran=[], deadline_s=1.0)
+    law_check._state = types.SimpleNamespace(
+        defects=types.SimpleNamespace(explain=lambda *_: False), store=None, stopped=threading.Event()
+    )
+    law_check._before = {}
     broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant={variant} adapter={HERE}:Chunkwise lengths=4")
     assert law_check._confirmed(run, broken).verdict is verdict
@@ -364,6 +399,7 @@ def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
 def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
     law_check: Any = LawCheck.__new__(LawCheck)
+    law_check._worker, law_check._before = types.SimpleNamespace(ran=[]), {}
     law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
     broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
     run = Run.parse(f"law=history variant=others adapter={HERE}:Chunkwise lengths=4")

@@ -11,7 +11,7 @@ from properties.rules.domain import Domain
 from properties.traces.domain import TraceDomain
 from tests.together import for_each
 from verify.engine.asking import Described, ask
-from verify.engine.explaining import would_hold, would_hold_within
+from verify.engine.would_hold import would_hold, would_hold_within
 from verify.execution.line import Run
 from verify.findings.store import Store
 from verify.process.outcome import Verdict

@@ -11,7 +11,7 @@ from tests.together import for_each
 from verify.adapters.foreign import Call
 from verify.bench.faults import short
 from verify.engine.asking import _last_lines
-from verify.engine.explaining import _ways
+from verify.engine.would_hold import _ways
 from verify.execution.line import Run
 
 

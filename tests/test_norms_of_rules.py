@@ -21,7 +21,7 @@ from tests import right_norms
 from tests.right_norms import RIGHT, AsTold, AsToldPool, LargeEpsPool, TinyEps
 from tests.together import for_each
 from verify.adapters.base import Adapter
-from verify.engine import explaining
+from verify.engine import would_hold
 from verify.engine.asking import Described
 from verify.engine.shrink import shrink
 from verify.execution import judging
@@ -109,7 +109,7 @@ def test_a_pool_of_another_convention_is_judged_by_a_declared_one(monkeypatch: p
     assert execute(run, declared={"qk_norm_eps": "1e-5", "qk_norm_form": "inside"}).verdict is Verdict.HOLDS
     assert execute(run, declared={"qk_norm_eps": "1e-6", "qk_norm_form": "max"}).verdict is Verdict.BROKEN
     says = Described("it", adapter.domain, "recurrent", "none 1.0")
-    assert "qk_norm_eps = ('1e-5',) in its domain" in {way.words for way in explaining._ways(says, [run])}
+    assert "qk_norm_eps = ('1e-5',) in its domain" in {way.words for way in would_hold._ways(says, [run])}
 
 
 def test_what_is_drawn() -> None:

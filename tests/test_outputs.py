@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import html
 import json
 import pathlib
 import re
@@ -28,6 +29,7 @@ from verify.findings.records.entries import CONTROL, cleaned, entries, one_line
 from verify.findings.records.github import MOST, annotations
 from verify.findings.records.junit import junit
 from verify.findings.records.markdown import markdown
+from verify.findings.records.page import page
 from verify.findings.records.places import place_of
 from verify.findings.records.record import End, Head, Record, lines_of
 from verify.findings.records.schema import schema
@@ -86,6 +88,18 @@ def record_of(words: str = "odd", *, adapter: str = HEAD.adapter, end: End | Non
     ]
     head = dataclasses.replace(HEAD, adapter=adapter, versions=words, device=words)
     return Record(head, reports, end or End(1, 9.0, looked_at=["looked at      2 tokens", words]))
+
+
+def test_a_case_that_fails_after_others_is_all_of_their_lines_in_summaries_and_on_the_page() -> None:
+    record = record_of()
+    broken = dataclasses.replace(record.reports[1], after=["law=pure first", "law=oracle second"])
+    record = dataclasses.replace(record, reports=[record.reports[0], broken, *record.reports[2:]])
+    lines = ["law=pure first", "law=oracle second", broken.run]
+    assert "\n".join(["```text", *lines, "```"]) in markdown([record])
+    assert "lines of which the last fails after the others" in markdown([record])
+    command = " ".join(["gdn-verify repeat", *(f'"{line}"' for line in lines)])
+    assert command in html.unescape(page([record]))
+    assert command in junit([record])
 
 
 # JUnit

@@ -22,6 +22,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import cases
 from properties.rules.laws import LAWS
 from properties.words.example import Example
+from tests.test_likeness import off as off_by
 from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.engine.asking import BATCH, GPU_TRUTHS, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
@@ -411,8 +412,35 @@ def test_after_a_question_without_an_answer_every_run_is_a_question_of_its_own(t
 
     runs = runs_of(*[Case((5,), seed=seed) for seed in range(POOLED)])
     lines, worker = [str(run) for run in runs], Loses()
-    assert [outcome.rows for outcome in ask_all(runs, worker, Store(tmp_path))] == list(range(2, POOLED + 2))  # type: ignore[arg-type]
+    *held, last = ask_all(runs, worker, Store(tmp_path))  # type: ignore[arg-type]
+    assert [outcome.rows for outcome in held] == list(range(2, POOLED + 1))
     assert questions == [RunMany(lines), *map(RunOne, lines)]
+    reason = f"the worker crashed while it ran {POOLED} cases, and none fails alone: killed by SIGSEGV"
+    assert (last.verdict, last.reason) == (Verdict.UNKNOWN, reason)
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "verdict"),
+    [
+        (3.0, 0.5, Verdict.BROKEN),  # an error of another size does not come from the tolerance
+        (1.5, 0.9, Verdict.HOLDS),  # the tolerance of a case alone is another one, but not by so much
+        (3.0, 5.0, Verdict.BROKEN),
+        (0.5, 0.5, Verdict.HOLDS),
+    ],
+)
+def test_a_failure_among_others_that_does_not_come_again_alone_stays(
+    together: float, alone: float, verdict: Verdict, tmp_path: pathlib.Path
+) -> None:
+    class Once:
+        def ask(self, question: RunOne | RunMany) -> dict[str, Any]:
+            many = isinstance(question, RunMany)
+            one = off_by(o=together if many else alone).to_json()
+            return {"outcomes": [Outcome(Verdict.HOLDS, rows=1).to_json(), one]} if many else one
+
+    worker: Any = Once()
+    first, second = ask_all(runs_of(Case((5,)), Case((6,))), worker, Store(tmp_path))
+    assert (first.verdict, second.verdict) == (Verdict.HOLDS, verdict)
+    assert (second.worst > 1) is (verdict is Verdict.BROKEN)
 
 
 def test_what_is_on_file_does_not_run_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

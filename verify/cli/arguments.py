@@ -177,7 +177,7 @@ def _line(parser: argparse.ArgumentParser, words: str) -> None:
 
 
 def _repeat(parser: argparse.ArgumentParser) -> None:
-    _line(parser, 'the line after "repeat" in a failure: law=... adapter=... lengths=...')
+    _line(parser, 'the line after "repeat" in a failure: law=... adapter=... lengths=...; several run in one process, in order')
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--upstream",

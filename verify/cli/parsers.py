@@ -83,7 +83,7 @@ def verbs_of(top: OptionParser) -> dict[str, OptionParser]:
 def refuse(options: argparse.Namespace) -> None:
     """Refuse unknown laws and adapters before torch is imported. ValueError or AdapterError names the nearest.
 
-    Afterwards `line` is the same however it was written.
+    Afterwards `line` is the same however it was written, and `after` has the lines of `repeat` before it.
     """
     if options.verb in ("check", "draw"):
         if not options.adapters or (options.adapter is not None and vars(options).get("own") is not None):
@@ -93,15 +93,17 @@ def refuse(options: argparse.Namespace) -> None:
     for spec in options.adapter if options.verb == "soak" else ():
         check_spec(spec)
     if "line" in options:
-        options.line = " ".join(options.line)
-        _check_line(options.line)
+        *before, options.line = _lines(" ".join(options.line)) if options.verb == "repeat" else [" ".join(options.line)]
+        options.after = before
+        for line in (*before, options.line):
+            _check_line(line)
     if options.verb == "export" and ("/" in options.adapter or ".py" in options.adapter):  # else it is an operation
         check_spec(options.adapter)
     if options.verb == "judge" and options.answers is not None:
         check_spec(f"{ANSWERS}{options.folder}:{options.answers}")
     if options.verb == "across":
         text = " ".join(options.asked)
-        options.lines = re.split(r"\s+(?=law=)", text.strip()) if text.startswith("law=") else []
+        options.lines = _lines(text.strip()) if text.startswith("law=") else []
         for line in options.lines:
             _check_line(line)
         if not options.lines:
@@ -129,6 +131,11 @@ def refuse(options: argparse.Namespace) -> None:
             check_spec(name if ".py" in name else ZOO + name.removeprefix(ZOO))
         if options.mutate:
             check_spec(options.mutate)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines in a text. Each begins with its law."""
+    return re.split(r"\s+(?=law=)", text)
 
 
 def _check_line(line: str) -> None:

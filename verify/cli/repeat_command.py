@@ -1,4 +1,4 @@
-"""The verb `repeat`: run one printed line again."""
+"""The verb `repeat`: run a printed line again, or several lines in one process."""
 
 import contextlib
 from typing import Any
@@ -33,20 +33,23 @@ from verify.ranks.torchrun import follow, launched
 
 
 def repeat(options: RepeatOptions) -> int:
-    """Run a line again and print its outcome. Returns the exit code."""
+    """Run a line again, perhaps after others in the same process, and print its outcome. Returns the exit code."""
     if options.line.startswith(WORD):
         return _judge_again(WatchedLine.parse(options.line), options)
-    run = Run.parse(options.line)
+    run, others = Run.parse(options.line), [Run.parse(line) for line in options.after]
+    if devices_of := {other.device for other in others} - {run.device}:
+        raise ValueError(f"lines that one process runs must have one device, got {run.device} and {', '.join(devices_of)}")
     denied = read_deny_list(options.deny)
-    check_installed(run.adapter)
+    for one in (*others, run):
+        check_installed(one.adapter)
     launch = launched()
     if ranks := launch.local_size if launch else options.ranks:
         backend = backend_of(options, ranks, run.device)
         if launch is not None and launch.rank:
             return follow(launch, backend, sequential=options.sequential)
     check_writable("--upstream", options.upstream)
-    if options.upstream and (ranks or options.sanitize):
-        raise ValueError("--upstream is about a call of one process: it excludes --ranks, torchrun and --sanitize")
+    if options.upstream and (ranks or options.sanitize or others):
+        raise ValueError("--upstream is about one call of one process: it excludes several lines, --ranks, torchrun and --sanitize")
     if options.sanitize and (ranks or run.device == "cpu"):
         raise ValueError("--sanitize is for one process on a GPU: the line must have device=cuda and no ranks")
     sanitizer = sanitizer_of(options.sanitize)
@@ -61,6 +64,7 @@ def repeat(options: RepeatOptions) -> int:
         if warning := interpreted(described, run.device, deadline_of(options)):
             print_error(warning)
         versions, defects = described.versions, known.of(run.adapter, denied=denied).on(described.device)
+        before = [ask(other, worker, store, defects=defects.deny_list) for other in others]
         outcome = ask(run, worker, store, defects=defects.deny_list)
         issue = ""
         if options.upstream and outcome.verdict is Verdict.BROKEN:
@@ -81,11 +85,14 @@ def repeat(options: RepeatOptions) -> int:
     print_troubles(store, None)
     if options.upstream and not (issue and write_file(options.upstream, issue)):
         print_error(f"--upstream: {options.upstream} is not written" + ("" if issue else ", because the line is not broken"))
-    data = {"run": str(run), "versions": versions, **outcome.to_json()}
+    first = [{"run": str(other), "verdict": str(earlier.verdict)} for other, earlier in zip(others, before, strict=True)]
+    data = {"run": str(run), "versions": versions, **outcome.to_json(), **({"after": first} if first else {})}
     del data["reach"]  # that is about the cases of a whole check
     if options.json:
         print_json(data)
     else:
+        for other, earlier in zip(others, before, strict=True):
+            print_line(f"{text.WORDS[earlier.verdict]:<8} {other}")
         print_line(text.outcome_text(run, outcome, versions))
     return code
 

@@ -187,9 +187,10 @@ class JudgeOptions(Outputs):
 
 @dataclasses.dataclass(frozen=True)
 class RepeatOptions(Kept, Processes):
-    """Options of `repeat`."""
+    """Options of `repeat`. The process of `line` runs those in `after` first."""
 
     line: str
+    after: Sequence[str]
     json: bool
     upstream: str | None
 

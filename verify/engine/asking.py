@@ -49,6 +49,7 @@ BATCH, TRUTHS, GPU_TRUTHS = 32, 4, 16
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, those with about so many tokens show whether kernels are launched
+CLEAR = 2.0  # an error of less than so many times its tolerance may be a false alarm
 PATIENT = 1024  # tokens from which on a case on a CPU gets more time than others, in proportion
 CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # of terminals: colours, and moves of the cursor
 _WARNINGS: dict[str, str] = {}  # about an untested Triton, by adapter
@@ -239,14 +240,18 @@ def ask_afresh(
     *,
     always: bool = False,
     declared: dict[str, Any] | None = None,
+    after: Sequence[Run] = (),
 ) -> Outcome:
     """The outcome of a run in a new process, if its law is about what a process keeps, or if `always`.
 
-    Groups of ranks go on as they are, unless `always`.
+    Groups of ranks go on as they are, unless `always`. The process runs those in `after` first, and their CPU time counts.
     """
     if always or (run.the_law.of_process and isinstance(worker, Worker)):
         worker.end()
-    return ask(run, worker, store, declared, defects)
+    before_s = sum(ask(one, worker, store, defects=defects).cpu_s for one in after)
+    outcome = ask(run, worker, store, declared, defects)
+    outcome.cpu_s += before_s
+    return outcome
 
 
 def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
@@ -257,10 +262,13 @@ def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
 def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
     """The outcomes of several runs, in their order, sent to the worker as one question.
 
-    A run without an outcome is repeated alone, and so is a run that is BROKEN or UNKNOWN. A run whose failure `defects` explain is
-    not repeated, and its exact excess over the tolerance is not measured, because that would take longer than everything else.
+    A run without an outcome is repeated alone, and so is a run that is BROKEN or UNKNOWN. If it holds then, a failure that is no
+    error of less than CLEAR tolerances stays: the tolerance alone may differ a little from that of many runs together
+    (verify/execution/shared_bounds.py). If the worker crashed and no run fails alone, the last run is UNKNOWN. A run whose failure
+    `defects` explain is not repeated, and its exact excess over the tolerance is not measured, because that would take longer than
+    everything else.
     """
-    outcomes: list[Outcome] = []
+    outcomes, loss = list[Outcome](), ""
     excused, left_out = [defects.explained_outputs(run) for run in runs], [defects.left_out(run) for run in runs]
     if len(runs) > 1 or any(excused):
         lines = [str(run) for run in runs]
@@ -270,15 +278,19 @@ def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: Known
             question = RunMany(lines, excused if any(excused) else [], pairs, denied=defects.denied)
             answer = read(Outcomes, worker.ask(question))
             outcomes = answer.outcomes if isinstance(answer, Outcomes) else []
-        except WorkerLost:
-            outcomes = []  # each run is now repeated alone, which shows the run that loses the worker
+        except WorkerLost as lost:  # each run is now repeated alone, which shows the run that loses the worker
+            if lost.how == "crashed":  # one deadline is for all, so a hang may be nothing but too many cases
+                loss = f"the worker crashed while it ran {len(runs)} cases, and none fails alone: {lost.detail}"
         finally:
             store.end()
     for index, run in enumerate(runs):
         outcome = outcomes[index] if index < len(outcomes) else None
         if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not defects.explain(run, outcome)):
-            outcome = ask(run, worker, store, defects=defects)
-        yield outcome
+            before, outcome = outcome, ask(run, worker, store, defects=defects)
+            if before is not None and outcome.verdict is Verdict.HOLDS and before.worst >= CLEAR:
+                outcome = before
+        loss = loss if outcome.verdict is Verdict.HOLDS else ""
+        yield Outcome(Verdict.UNKNOWN, reason=loss) if loss and index == len(runs) - 1 else outcome
 
 
 def most_at_once(law: Law, worker: Answering, device: str) -> int:

@@ -11,12 +11,14 @@ from properties.books import book_of
 from properties.laws.history import AT_ONCE
 from properties.laws.law import Law
 from properties.words.example import Example
-from verify.engine.asking import ask, ask_afresh, ask_all, most_at_once, of_one_key
+from verify.engine.asking import CLEAR, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb
 from verify.engine.drawing import Look, batches, of_law, seeded
-from verify.engine.explaining import YES, explain_repeating, limit_s, would_hold, would_hold_within
+from verify.engine.explaining import limit_s
+from verify.engine.repeating import AFTER, YES, after_fewest, earlier, explain_repeating
 from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.engine.state import CheckState
+from verify.engine.would_hold import would_hold, would_hold_within
 from verify.execution.judging import faulted
 from verify.execution.line import Run
 from verify.findings.law_report import ENOUGH, LawReport, overall
@@ -26,7 +28,6 @@ from verify.process.worker import Worker
 from verify.ranks.group import Answering
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
-CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 CHANCES = 3  # fresh processes in which a failure that depends on timing may happen again
 WORST = 10  # a declaration must suit so many cases like the found one, and so many others, or it is not suggested
 SAMPLE = 2  # lines that hold are in the report of a law, so that a certificate can be checked by running some again
@@ -43,6 +44,8 @@ class LawCheck:
         self._blind: set[Example] = set()
         self._ratios: dict[Run, float] = {}  # of the cases that hold or are broken, the largest error over its tolerance
         self._broken: tuple[Run, Outcome] | None = None
+        self._before: dict[Run, list[Run]] = {}  # of a broken run, what its process had run before
+        self._needed: dict[Run, list[Run]] = {}  # of one that holds in a fresh process, after which of these it is broken there
         self._marginal = False  # the first broken case was marginal, so that the law goes on to its last case
         self.waits = False  # the call failed in the first case, as it did in every case of the check so far: not explained yet
         self._drawn: list[Example] = []  # in their order, those of other shards too
@@ -336,17 +339,21 @@ class LawCheck:
         """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
 
         A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it, unless a
-        known defect explains it. Calls at the same time get several chances, because their failures depend on timing.
-        A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
+        known defect explains it. Such a failure, a crash and a hang may also happen again after earlier runs of their process.
+        Calls at the same time get several chances, because their failures depend on timing. A sanitizer's finding is repeated too,
+        because it may arrive late and belong to the case before.
         """
-        by_sanitizer = outcome.kind is FailureKind.SANITIZER
+        by_sanitizer, state = outcome.kind is FailureKind.SANITIZER, self._state
+        before = earlier(self._worker.ran, run) if outcome.verdict is Verdict.BROKEN else []
         defect = self._state.defects.explain(run, outcome)
         afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process and not defect
         chances = CHANCES if afresh and run.example.variant in AT_ONCE else 1
         again = outcome.lost or by_sanitizer or afresh
         if again and all(self._ask_afresh(run).verdict is not Verdict.BROKEN for _ in range(chances)):
-            # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
-            # is at fault.
+            if not by_sanitizer and (needed := after_fewest(run, before, self._worker, state.store, state.defects, state.stopped)):
+                self._needed[run] = needed
+                return outcome
+            # The host may have killed the worker: nothing shows that this case is at fault.
             self._keep(run, outcome, "found once")
             where = "in a fresh worker" if outcome.lost or afresh else "when it was run again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
@@ -355,6 +362,7 @@ class LawCheck:
             outcome.verdict = Verdict.KNOWN
             if defect.kernel and outcome.lost:
                 self._state.defects.deny(defect)
+        self._before[run] = before
         return outcome
 
     def explain(self) -> LawReport:
@@ -363,8 +371,19 @@ class LawCheck:
         run, outcome = self._broken
         report, state, worker, start = self.report, self._state, self._worker, time.monotonic()
         domain = state.described.domain
-        explained = explain_repeating(run, outcome, worker, state.store, state.defects, state.stopped, domain)
+        explained = explain_repeating(
+            run,
+            outcome,
+            worker,
+            state.store,
+            state.defects,
+            state.stopped,
+            domain,
+            before=self._before.get(run, ()),
+            needed=self._needed.get(run, ()),
+        )
         smallest, best, small, report.repeats = explained.run, explained.outcome, explained.small, explained.repeats
+        report.after = list(map(str, explained.after))
         report.run, report.findings, report.shrunk, report.limit = str(smallest), best.findings, small.finished, small.limit
         again = best.kind is FailureKind.OFF and report.repeats == YES
         if again and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
@@ -372,7 +391,8 @@ class LawCheck:
             report.ordinary = sorted({finding.port for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
-        report.resembles = [defect.title for defect in state.defects.resembling(smallest, best, small.others)]
+        if report.repeats != AFTER:  # a known defect needs no earlier runs
+            report.resembles = [defect.title for defect in state.defects.resembling(smallest, best, small.others)]
         self._keep(smallest, best, "shrunk")
         refused = best.kind is FailureKind.RAISED and report.repeats == YES
         if (again or refused) and isinstance(worker, Worker):

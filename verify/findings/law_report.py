@@ -48,7 +48,9 @@ class LawReport:
     cut_short: bool = False
     shrunk: bool = True
     limit: str = ""  # the limit at which shrinking ended, in words
-    repeats: str = ""  # whether `run` fails in a fresh process: "yes", "only afresh", "no", or "" if that was not tried
+    # Whether `run` fails in a fresh process: "yes", "only afresh", "after others", "no", or "" if that was not tried.
+    repeats: str = ""
+    after: list[str] = dataclasses.field(default_factory=list)  # the runs after which it fails there, if not without them
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     sample: dict[str, float] = dataclasses.field(default_factory=dict)  # some lines that hold: the largest error over its tolerance

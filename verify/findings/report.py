@@ -16,6 +16,7 @@ WIDTH = 116  # columns of the lines that list what a broken case holds with
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 NOT_ALWAYS = {
     "no": "does not repeat in a fresh process: it may depend on time, memory or the number of calls",
+    "after others": "only after other runs in the same process: alone in a fresh process, the case holds",
     "only afresh": "only in a fresh process: the case held when it was run again in the process that found it",
 }
 WORDS = {
@@ -126,9 +127,9 @@ def kept_promises(reports: Sequence[LawReport]) -> list[str]:
     return [f"kept to the bit, though not promised: {', '.join(names)}"] if names else []
 
 
-def repeat_command(report: LawReport, run: str) -> str:
-    """The command that runs a line of a law again."""
-    return f'gdn-verify repeat {report.under + " " if report.under else ""}"{run}"'
+def repeat_command(report: LawReport, *runs: str) -> str:
+    """The command that runs lines of a law again, in one process."""
+    return " ".join(["gdn-verify repeat", *([report.under] if report.under else []), *(f'"{run}"' for run in runs)])
 
 
 def _fault_command(report: LawReport) -> str:
@@ -184,7 +185,7 @@ def failure(report: LawReport, width: int = WIDTH, marks: str = BLOCKS) -> str:
         found += f", the worst of {broken} broken cases of {cases}"
     found += f", as {report.first_run}" if report.first_run != report.run else ""
     lines.append(f"  found        {found}")
-    lines.append(f"  repeat       {repeat_command(report, report.run)}")
+    lines.append(f"  repeat       {repeat_command(report, *report.after, report.run)}")
     lines += _fault_lines(report)
     return "\n".join(lines)
 

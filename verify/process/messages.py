@@ -392,6 +392,11 @@ def plain(question: Question | Mapping[str, Any]) -> dict[str, Any]:
     return question.to_json() if isinstance(question, Question) else dict(question)
 
 
+def lines_of(question: Question | Mapping[str, Any]) -> list[str]:
+    """The lines that a question asks to run, in their order."""
+    return [question.line] if isinstance(question, RunOne) else question.lines if isinstance(question, RunMany) else []
+
+
 def parse(data: Mapping[str, Any]) -> Question:
     """The question from its plain data. ValueError if the data is not a question."""
     words = dict(data)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Protocol
 from verify.process import deadline, fork_server
 from verify.process.environment import OUTER_PATH
 from verify.process.fork_server import Forked, importing
-from verify.process.messages import Data, Question, plain
+from verify.process.messages import Data, Question, lines_of, plain
 from verify.process.stacks import in_implementation, innermost
 
 START_S = 300.0
@@ -109,6 +109,7 @@ class Worker:
         self._starting = threading.Lock()
         self._closed = self._starts = self._closes = False
         self.started, self.start_s = 0, 0.0  # processes that were started, and the seconds until they had answered once
+        self.ran: list[str] = []  # the lines that the last process was asked to run, in their order
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
         """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
@@ -120,7 +121,8 @@ class Worker:
                     self.launch()
                 if new := self._starts:
                     self._answer(START_S)  # {}, which it sends when it is ready
-                    self._starts = False
+                    self._starts, self.ran = False, []
+                self.ran += lines_of(question)
                 self.send(question, deadline_s)
                 answer = self._answer(deadline_s)
                 if new:  # a new process imports, and opens its GPU, while it answers for the first time

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verify.process.choices import BACKENDS
-from verify.process.messages import Data, Failure, Join, OfRank, Outcomes, Question, Reaction, answer_of
+from verify.process.messages import Data, Failure, Join, OfRank, Outcomes, Question, Reaction, answer_of, lines_of
 from verify.process.outcome import Outcome
 from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
@@ -130,6 +130,7 @@ class Group:
         self._seats, self._meeting = list(seats), meeting
         self._generation = 0
         self.started, self.start_s = 0, 0.0  # as those of a Worker, over all ranks
+        self.ran: list[str] = []  # as that of a Worker
         self._asking = threading.RLock()
         self._closed = False
 
@@ -155,6 +156,8 @@ class Group:
             try:
                 if not self.alive:
                     self._start()
+                    self.ran = []
+                self.ran += lines_of(question)
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
                 if (

@@ -32,8 +32,10 @@ def _summary(record: Record) -> Iterator[str]:
     yield "| --- | --- | ---: | --- | --- |"
     yield from map(_row, found)
     broken = [entry for entry in found if entry.verdict is Verdict.BROKEN and not (entry.report and entry.report.same_as)]
-    if lines := [entry.report.run for entry in broken if entry.report is not None and entry.report.run]:
-        yield from ["", "The smallest line that fails:", "", *fenced(min(lines, key=len)[:MOST_TEXT])]
+    if told := [[*entry.report.after, entry.report.run] for entry in broken if entry.report is not None and entry.report.run]:
+        fewest = min(told, key=lambda runs: (len(runs), len(runs[-1])))
+        words = "line that fails" if len(fewest) == 1 else "lines of which the last fails after the others, in one process"
+        yield from ["", f"The smallest {words}:", "", *fenced("\n".join(fewest)[:MOST_TEXT])]
     for entry in broken[:MOST_FOLDS]:
         yield from ["", f"<details><summary>{code(entry.name)}: {code(entry.title[:200])}</summary>", ""]
         yield from [*fenced(_short(entry.text)), "", "</details>"]

@@ -150,17 +150,17 @@ def ratio_words(ratio: float) -> str:
 
 def _cases(report: LawReport) -> list[dict[str, Any]]:
     """The smallest and the found case of a broken law: name, command, findings and pictures."""
-    cases = [("Smallest case", report.run, report.findings)]
+    cases = [("Smallest case", [*report.after, report.run], report.findings)]
     if report.first_run not in ("", report.run):
-        cases.append(("Found case", report.first_run, report.first_findings))
+        cases.append(("Found case", [report.first_run], report.first_findings))
     return [
         {
             "name": name,
-            "command": text.repeat_command(report, run),
+            "command": text.repeat_command(report, *runs),
             "findings": findings,
             "pictures": [drawing for finding in findings if (drawing := drawing_of(finding))][:MOST_PICTURES],
         }
-        for name, run, findings in cases
+        for name, runs, findings in cases
     ]
 
 
