@@ -16,12 +16,14 @@ from properties.traces.limits import (
     MANY_RANKS,
     PADDED,
     SAVING,
+    STEP_ROWS,
     alternating,
     block_ends,
     crowded_snapshots,
     crowds,
     forks,
     long_requests,
+    long_steps,
     repeats,
 )
 from properties.words.example import Example
@@ -189,6 +191,8 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert left == ["p", "k", "k", "r", "f", "p", "d"]
     kept = dataclasses.replace(domain, events=tuple(event for event in domain.events if event != "preempt"))
     assert [step.kind for step in forks(kept)[4].plan] == ["p", "k", "k", "f", "f", "p", "d"]
+    (step,) = long_steps(domain)
+    assert (sum(row.count for row in step.plan[0].rows), {row.snapshot for row in step.plan[0].rows}) == (8382, {64})
     (saving,) = crowded_snapshots(domain)
     assert [place for place, row in enumerate(saving.plan[0].rows) if row.snapshot is not None] == [*SAVING]
     few = sized(TraceDomain(most_slots=26), None, MOST["quick"])
@@ -197,6 +201,8 @@ def test_traces_at_limits_follow_the_domain() -> None:
     without = sized(TraceDomain(padding_slots=(), snapshots=(0,), events=("prefill", "decode")), None, MOST["quick"])
     assert [rows_of(case) for case in crowds(without)] == [(CROWDED, CROWDED)]
     assert repeats(without) == forks(without) == crowded_snapshots(without) == crowded_snapshots(few) == []
+    assert long_steps(dataclasses.replace(domain, most_slots=32)) == []
+    assert len(long_steps(dataclasses.replace(domain, most_tokens=64))[0].plan[0].rows) == STEP_ROWS
     short = dataclasses.replace(without, most_tokens=64, later_prompts=False)
     assert max(row.start for step in long_requests(short)[0].plan for row in step.rows) == 518
     (parts,) = long_requests(dataclasses.replace(short, most_tokens=9))

@@ -61,6 +61,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.FreesByPrefix: ("ledger", ("p:a64,ab64",)),
     wrong.AcceptedUpTo64: ("oracle", ("lengths=2x260",)),
     wrong.PoolHeadsOf7Bits: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272", "lengths=1 value_heads=257")),
+    wrong.StepsInParts: ("session", ("trace=p:a127,b127",)),
+    wrong.StepsUpTo8192: ("session", ("trace=p:a127,b127",)),
     wrong.RowsUpTo128: ("session", ("slots=260",)),
     wrong.SlotsOf7Bits: ("session", ("slots=260",)),
     wrong.RoomFor96PaddingRows: ("session", ("slots=4 ",)),

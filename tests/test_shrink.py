@@ -1,6 +1,7 @@
 """Shrinking finds the smallest case that fails, in few runs, and says truly which neighbours hold."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from properties.words.smaller import Smaller
 from tests.together import for_each
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
-from verify.engine.shrink import Shrunk, shrink, similar
+from verify.engine.shrink import Shrunk, one_step, shrink, similar
 from verify.execution.line import Run
 
 BIG = Case(
@@ -169,6 +170,16 @@ def test_a_trace_of_many_requests_shrinks_in_few_runs() -> None:
     rows = [row for step in shrunk.example.case.plan for row in step.rows]
     assert len(rows) < 140, "of 434"
     assert {row.count for row in rows} == {1}
+
+
+@pytest.mark.parametrize("words", ["packed=yes", "backward=no"])
+def test_a_case_of_very_many_sequences_has_few_candidates(words: str) -> None:
+    """Each of them has as many sequences, so that one for every sequence would take gigabytes and minutes."""
+    run = Run.parse(f"law=oracle adapter=zoo/Chunkwise lengths=3x65600 {words}")
+    candidates = list(itertools.chain.from_iterable(one_step(run.the_law, run.example)))
+    assert 50 < len(candidates) < 200
+    for place in (0, -1):
+        assert any(one.case.lengths[place] < min(one.case.lengths[1:-1]) for _, one in candidates) is (words == "packed=yes")
 
 
 def test_a_trace_shrinks_by_requests_and_by_blocks_of_tokens() -> None:

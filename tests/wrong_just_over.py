@@ -434,6 +434,28 @@ class StagedByRow(Serves):
                 self.states[self.owned[f"{batch.requests[place]}@"]] = state.to(self.states.dtype)
 
 
+class StepsInParts(Serves):
+    """Steps run in parts of 2,048 tokens, and the place of a cut row's snapshot is counted from its last part."""
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        places, begin = list(batch.snapshots), 0
+        for number, (length, place) in enumerate(zip(batch.lengths, batch.snapshots, strict=True)):
+            part = -begin % 2048
+            if place is not None and part < place and begin // 2048 < (begin + length) // 2048:
+                places[number] = min(part + place, length)
+            begin += length
+        super().save(dataclasses.replace(batch, snapshots=tuple(places)), rows)
+
+
+class StepsUpTo8192(Serves):
+    """Rows that begin behind the first 8,192 tokens of a step are computed, and not written."""
+
+    def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
+        starts = itertools.accumulate((len(row.states) - 1 for row in rows), initial=0)
+        few = sum(start <= 8192 for start in list(starts)[:-1])
+        super().write(rows[:few], counts[:few])
+
+
 class RowsUpTo128(Serves):
     """Rows from the 129th on that have requests are computed, and not written."""
 

@@ -18,6 +18,9 @@ ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many a
 SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another place of its group of 8, 16 or 32 rows
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
+# Requests of a step, and tokens of each: over 8,192 tokens, and over 2,048 inside a row, which are usual limits of a step.
+STEP_ROWS, STEP_TOKENS = 66, 127
+LEAST_STEP = 2049  # tokens of such a step where the domain has fewer rows or tokens
 MANY_RANKS = 11  # of a transfer: in the order of their names, rank 10 comes before rank 2
 OVER_A_PAGE = 40  # keys and values: in float32 one head and up to three have over 4 KiB, and no multiple of 4 KiB
 
@@ -109,6 +112,21 @@ def crowded_snapshots(domain: TraceDomain) -> list[TraceCase]:
     trace = f"p:{','.join(rows)}/{_token(domain, [name_of(row) for row in SAVING])}"
     slots = len(rows) + len(SAVING)
     return fixed_cases(domain, [trace], slots=slots, snapshots=every, aligned=domain.alignments[0], free="nan")
+
+
+def long_steps(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case with a step of over 8,192 tokens, each row of which takes a snapshot where the domain has them.
+
+    An engine that cuts such a step into parts cuts a few rows before the place of their snapshot. There is none where kernels are
+    interpreted, and none of fewer than LEAST_STEP tokens.
+    """
+    every = min((tokens for tokens in domain.snapshots if tokens), default=0)
+    count, tokens = min(STEP_ROWS, domain.most_slots // 2), min(STEP_TOKENS, domain.most_tokens)
+    if count * tokens < LEAST_STEP or not domain.drawing.quick:
+        return []
+    names = [*map(name_of, range(count))]
+    trace = f"p:{','.join(f'{name}{tokens}' for name in names)}/{_token(domain, names[:4])}"
+    return fixed_cases(domain, [trace], slots=2 * count, snapshots=every, aligned=domain.alignments[0])
 
 
 def admissions(domain: TraceDomain) -> list[TraceCase]:
