@@ -1,6 +1,7 @@
 """The store: writes the runs that are under way, and every finding, to disk before anything else happens."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ class Store:
         self._lock = threading.Lock()
         self._under_way: dict[int, str] = {}
         self._begun = self.folder / f"under-way-{os.getpid()}.txt"
+        self._file = -1  # its descriptor, which stays open: to open it for each run would take more time than short runs do
 
     def begin(self, line: str) -> None:
         """Write a run to disk before it starts."""
@@ -52,6 +54,9 @@ class Store:
     def close(self) -> None:
         """Remove this process' file of runs under way."""
         with self._lock, contextlib.suppress(OSError):
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
             self._begun.unlink(missing_ok=True)
 
     def left_behind(self) -> list[str]:
@@ -68,8 +73,13 @@ class Store:
 
     def _write_begun(self) -> None:
         with self._trying():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._begun.write_text("".join(f"{line}\n" for line in self._under_way.values()))
+            if self._file < 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self._begun, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.ftruncate(self._file, 0)
+            lines = "".join(f"{line}\n" for line in self._under_way.values()).encode()
+            if os.pwrite(self._file, lines, 0) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextlib.contextmanager
     def _trying(self) -> Any:
