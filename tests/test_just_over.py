@@ -102,6 +102,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.GateHeadsUpTo512: ("oracle", ("heads=513",)),
     wrong.TailsOfL2: ("oracle", ("width=515", "width=8195")),
     wrong.TailsOfGatedNorms: ("oracle", ("width=515", "width=8195")),
+    wrong.ConvTilesOf16Bits: ("whole", ("lengths=524303",)),
+    wrong.NormedRowsOf16Bits: ("oracle", ("lengths=1030 heads=64",)),
     wrong.ConvStatesOf10Bits: ("oracle", ("lengths=1+2+3+1+2+3",)),
     wrong.ConvStartsOf16Bits: ("oracle", ("lengths=4098+5+6+61500",)),
     wrong.LayerSequencesOf8Bits: ("oracle", ("1x259 packed=yes",)),

@@ -140,6 +140,14 @@ class ChunksOf32UpTo1024(Chunkwise):
         return o * (torch.arange(len(o)) < 1024 * self.size).view(-1, 1, 1), state
 
 
+class NormedRowsOf16Bits(Chunkwise):
+    """Rows of q and k, tokens times heads, have numbers of 16 bits, and those behind them are not normalised."""
+
+    def normalise(self, x: Tensor) -> Tensor:
+        few = (torch.arange(x.shape[:-1].numel()) < 2**16).reshape(*x.shape[:-1], 1)
+        return torch.where(few, super().normalise(x), x)
+
+
 class OneTokenIsTheFirst(Chunkwise):
     """A call of one token takes the way of a decode, where row n has state n. Its token may be that of another packed sequence."""
 
@@ -781,6 +789,14 @@ class SquaresUpTo8192(NormGateLinear):
 
     def squares(self, wide: Tensor, x: Inputs) -> Tensor:
         return super().squares(wide * (torch.arange(wide.shape[-1]) < 2**13), x)
+
+
+class ConvTilesOf16Bits(Conv):
+    """Tiles of 8 tokens have numbers of 16 bits, and those behind them are not computed."""
+
+    def run(self, x: Inputs) -> Any:
+        y, state = super().run(x)
+        return y * (torch.arange(y.shape[1]) < 8 * 2**16).view(-1, 1), state
 
 
 class ConvStatesOf10Bits(Conv):

@@ -53,6 +53,7 @@ HEADS = (1, 2, 3, 4, 8)
 ROWS, LONG = MOST_TOKENS, 1024  # tokens of the case at a limit, and the least that its sequences may have
 MANY_CHANNELS, MANY_HEADS = 12_289, 513  # of a convolution: just over those of released models; of gates and norms
 ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these begin at 65,609 and at 65,616
+LONG_STREAM = 2**19 + 15  # tokens of a convolution whose numbers are whole: over 65,535 tiles of 8 tokens
 OVER_TILES = (193, 385, 641, 769, 1025)  # tokens: the last tile of 32, 64, 96, 128, 160, 192, 256, 320, 384 or 512 has one of them
 UNEVEN = (515, 8195)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
 PARAMETER_ROWS = 5  # heads of a gate of 8,195 channels: its parameter has over 32,768 numbers
@@ -259,11 +260,12 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
 
 def exact_limits(domain: ModuleDomain) -> list[ModuleCase]:
-    """Return the case of the law `whole` in plain torch: over 65,535 packed sequences of one token."""
-    if not (at_limits(domain) and domain.drawing.quick and domain.packed):
+    """Return the cases of the law `whole` in plain torch: a sequence of over 524,288 tokens, and over 65,535 packed ones of one."""
+    if not (at_limits(domain) and domain.drawing.quick):
         return []
-    one = _narrow_case(domain, *(1,) * AT_ONCE, packed=True, activation="none", values="whole", backward=False)
-    return [one] if domain.outside(one) is None else []
+    words: dict[str, Any] = {"activation": "none", "values": "whole", "backward": False}
+    cases = [_narrow_case(domain, LONG_STREAM, **words), _narrow_case(domain, *(1,) * AT_ONCE, **words, packed=True)]
+    return [case for case in cases if domain.outside(case) is None]
 
 
 def _narrow_case(domain: ModuleDomain, *lengths: int, packed: bool | None = None, **words: Any) -> ModuleCase:

@@ -51,6 +51,7 @@ MANY = 257  # heads, just over usual limits
 MOST_SEQUENCES = 4100  # packed, just over 12 bits; a backward of so many would take 8 s
 MANY_ROWS, MANY_OF_A_KEY = 513, 257  # sequences of a batch, just over 9 bits, and value heads of a key head, just over 8
 MOST_ROWS = 1030  # of a batch, just over 1,024
+NORMED = (1030, 64)  # tokens and heads of rows that a norm in the kernel takes: over 65,535
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
@@ -77,7 +78,8 @@ def limits(domain: Domain) -> list[Case]:
     value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 512 sequences of a
     batch, and over 1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
-    batch and packed; and values of over 512 channels, with keys of over 128. There are none if the check draws no long cases, and
+    batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
+    over 128. There are none if the check draws no long cases, and
     if kernels are compiled (a `reach` above 1), because they compile for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
@@ -106,7 +108,10 @@ def limits(domain: Domain) -> list[Case]:
     if quick:
         long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
         found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
+        rows: dict[str, Any] = {"lengths": (up(NORMED[0]),), "packed": apart, "heads": NORMED[1], "value_heads": NORMED[1]}
+        norm = {"qk_norm": True, "qk_norm_eps": domain.qk_norm_eps[0], "qk_norm_form": domain.qk_norm_forms[0]}
         found += [
+            _narrow_case(domain, backward=False, **rows, **norm) if domain.qk_norm else None,
             _narrow_case(domain, lengths=(up(long),), packed=apart),
             _narrow_case(domain, WIDE_KEYS, WIDE_VALUES, lengths=(up(3),), packed=apart)
             or _narrow_case(domain, least_value=WIDE_VALUES, lengths=(up(3),), packed=apart),
