@@ -109,7 +109,7 @@ def limits(domain: Domain) -> list[Case]:
         long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
         found += [_narrow_case(domain, lengths=pair), _narrow_case(domain, lengths=pair, packed=True)]
         rows: dict[str, Any] = {"lengths": (up(NORMED[0]),), "packed": apart, "heads": NORMED[1], "value_heads": NORMED[1]}
-        norm = {"qk_norm": True, "qk_norm_eps": domain.qk_norm_eps[0], "qk_norm_form": domain.qk_norm_forms[0]}
+        norm: dict[str, Any] = {"qk_norm": True, "qk_norm_eps": domain.qk_norm_eps[0], "qk_norm_form": domain.qk_norm_forms[0]}
         found += [
             _narrow_case(domain, backward=False, **rows, **norm) if domain.qk_norm else None,
             _narrow_case(domain, lengths=(up(long),), packed=apart),
