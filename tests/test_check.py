@@ -640,7 +640,7 @@ def test_a_check_of_a_kernel_starts_as_many_workers_as_the_memory_of_the_gpus_ha
     checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=gib << 30)
     checking.share_gpus(Domain())
     assert len(checking.workers) == count
-    assert [checking._free.pop() for _ in first] == first[::-1]  # they have started, so the first laws get them
+    assert [checking._pool.take(0) for _ in first] == first[::-1]  # they have started, so the first laws get them
 
 
 def test_further_workers_of_a_gpu_start_before_their_first_law(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from verify.engine.outside import ask_outside
 from verify.engine.power import by_power
 from verify.engine.state import CheckState, Settings
 from verify.engine.under_tags import add_tags
+from verify.engine.worker_pool import WorkerPool
 from verify.execution.line import Run
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
@@ -78,7 +79,7 @@ class Check:
         self._plan: Plan | None = None
         self._waiting: list[LawCheck] = []  # laws in whose first case the call failed, while no case of the check gave an answer
         self._stopped = threading.Event()
-        self._free = list(self.workers)
+        self._pool = WorkerPool(self.workers, self._stopped)
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Check":
@@ -137,7 +138,7 @@ class Check:
         for worker in extra:  # each takes seconds to start, in which nothing waits for it
             threading.Thread(target=self._begin, args=(worker,), daemon=True).start()
         self.workers += extra
-        self._free = [*extra, *self._free]  # the first law gets a worker that has started
+        self._pool.add(extra)
 
     def _begin(self, worker: Worker) -> None:
         with contextlib.suppress(WorkerLost):  # its first case tells
@@ -182,8 +183,10 @@ class Check:
         settings, state = self.settings, self._prepared()
         self.share_gpus(state.described.domain)
         assert self.laws is not None
-        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
-        futures = [pool.submit(self._one, state, law) for law in self.laws if law not in settings.skip]
+        # Where kernels are compiled, all laws begin: one that waits for a kernel gives its worker to another.
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers) if self._plan is None else max(1, len(self.laws)))
+        asked = [law for law in self.laws if law not in settings.skip]
+        futures = [pool.submit(self._one, state, law, place) for place, law in enumerate(asked)]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
 
         def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
@@ -265,21 +268,21 @@ class Check:
             shard=settings.shard,
         )
 
-    def _report_of(self, law: LawCheck, worker: Answering) -> LawReport:
+    def _report_of(self, law: LawCheck) -> LawReport:
         """The report of a law, with what the law `tags` says where a trace broke the law `session`."""
         report = law.run()
         if not law.waits:
-            add_tags(report, self.describe().domain, lambda run: ask(run, worker, self.store, defects=self.defects.deny_list))
+            add_tags(report, self.describe().domain, lambda run: ask(run, law.worker, self.store, defects=self.defects.deny_list))
         return report
 
-    def _one(self, state: CheckState, law: str) -> LawReport | None:
-        with self._lock:
-            worker = self._free.pop()
+    def _one(self, state: CheckState, law: str, place: int) -> LawReport | None:
+        if (worker := self._pool.take(place)) is None:
+            return None
+        law_check = LawCheck(state, law, worker, self._pool if state.plan is not None else None, place)
         try:
             if state.closed:
                 return None
-            law_check = LawCheck(state, law, worker)
-            report = _decided(law_check, lambda: self._report_of(law_check, worker))
+            report = _decided(law_check, lambda: self._report_of(law_check))
             if law_check.waits:
                 with self._lock:
                     self._waiting.append(law_check)
@@ -293,8 +296,8 @@ class Check:
                 return None
             raise
         finally:
-            with self._lock:
-                self._free.append(worker)
+            if law_check.held:
+                self._pool.give(law_check.worker)
 
 
 def _decided(law: LawCheck, act: Callable[[], LawReport]) -> LawReport:

@@ -43,9 +43,14 @@ class Planned:
     compiled: dict[Any, Pending]
     drawn: list[Example] = dataclasses.field(default_factory=list)
 
+    def pending(self, example: Example) -> Pending | None:
+        """The compilation of the example's kernels, if a process has to end it before the example runs."""
+        compilation = self.compiled.get(_key(example)) if self.compiled else None
+        return None if compilation is None or compilation.done else compilation
+
     def wait(self, example: Example) -> None:
-        """Wait until the kernels of the example are compiled, if a process compiles them."""
-        if self.compiled and (compilation := self.compiled.get(_key(example))) is not None:
+        """Wait until the kernels of the example are compiled."""
+        if (compilation := self.pending(example)) is not None:
             compilation.wait()
 
 
@@ -134,10 +139,10 @@ class Plan:
         question = Compile(str(run), left_out, denied=self._defects.denied)
         return self._compilers.prepare(question, _family(run.example.case), *words, shared=shared)
 
-    def await_known(self, run: Run) -> None:
-        """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""
-        if run in self._known:
-            self._known[run].wait()
+    def pending(self, run: Run) -> Pending | None:
+        """The compilation of the kernels of a known defect's line, if a process has to end it before the line runs."""
+        compilation = self._known.get(run)
+        return None if compilation is None or compilation.done else compilation
 
     def strategy(self, law: Law, domain: Any) -> Any:
         """The strategy for examples of a law and a domain. On a GPU their compile keys are those of the palette."""

@@ -38,9 +38,14 @@ class Compilation:
     helpers: int = 0
     _done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def wait(self) -> None:
-        """Let it come first, and wait until the kernels are compiled or cannot be."""
-        self.need = Need.BY_WORKER
+    @property
+    def done(self) -> bool:
+        """Whether the kernels are compiled or cannot be."""
+        return self._done.is_set()
+
+    def wait(self, need: Need = Need.BY_WORKER) -> None:
+        """Let it come as early as who needs it says, and wait until it is done."""
+        self.need = max(self.need, need)
         self._done.wait()
 
     def end(self) -> None:
@@ -53,7 +58,9 @@ class Pending(Protocol):
 
     need: Need
 
-    def wait(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+    def wait(self, need: Need = Need.BY_WORKER) -> None: ...
 
 
 class Compiler(Protocol):
@@ -184,10 +191,14 @@ class _Together:
         for one in self._several:
             one.need = need
 
-    def wait(self) -> None:
-        self.need = Need.BY_WORKER
+    @property
+    def done(self) -> bool:
+        return all(one.done for one in self._several)
+
+    def wait(self, need: Need = Need.BY_WORKER) -> None:
+        self.need = max(self.need, need)
         for one in self._several:
-            one.wait()
+            one.wait(need)
 
 
 class OfRanks:

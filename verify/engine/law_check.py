@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from oracles.arithmetic.counter import mix_words
 from properties.books import book_of
@@ -13,11 +13,13 @@ from properties.laws.law import Law
 from properties.words.example import Example
 from verify.engine.asking import CLEAR, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb
+from verify.engine.compilers import Need, Pending
 from verify.engine.drawing import Look, batches, of_law, seeded
 from verify.engine.explaining import limit_s
 from verify.engine.repeating import AFTER, YES, after_fewest, earlier, explain_repeating
 from verify.engine.shrink import similar, with_ordinary_numbers
 from verify.engine.state import CheckState
+from verify.engine.worker_pool import WorkerPool
 from verify.engine.would_hold import would_hold, would_hold_within
 from verify.execution.judging import faulted
 from verify.execution.line import Run
@@ -35,10 +37,15 @@ REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples 
 
 
 class LawCheck:
-    """The check of one law. One worker runs all its cases."""
+    """The check of one law. One worker runs all its cases.
 
-    def __init__(self, state: CheckState, name: str, worker: Answering) -> None:
-        self._state, self._name, self._worker = state, name, worker
+    With a `pool`, the law gives its worker back while it waits for kernels that are compiled, and another may run its next cases.
+    Its `place` says which law comes first where several wait for a worker.
+    """
+
+    def __init__(self, state: CheckState, name: str, worker: Answering, pool: WorkerPool | None = None, place: int = 0) -> None:
+        self._state, self._name, self._pool, self._place = state, name, pool, place
+        self.held = False  # whether the law has its worker; if not, the check was stopped while it had given it back
         self._done = 0
         self._scores: dict[Example, float] = {}
         self._blind: set[Example] = set()
@@ -59,11 +66,11 @@ class LawCheck:
             versions=state.described.versions,
             under=settings.under,
         )
+        self._hold(worker)
 
     def run(self) -> LawReport:
         """Check the law and return its report."""
-        report, domain, start, worker = self.report, self._state.described.domain, time.monotonic(), self._worker
-        started, start_s = worker.started, worker.start_s
+        report, domain, start = self.report, self._state.described.domain, time.monotonic()
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
@@ -76,7 +83,7 @@ class LawCheck:
             self._draw(law)
         report.sample = self._sample()
         report.wall_s = time.monotonic() - start
-        report.started, report.start_s = worker.started - started, worker.start_s - start_s
+        self._note_starts()
         if self._broken is None:
             report.cut_short = self._state.closed and self._done < report.planned
             if not report.cut_short:
@@ -134,6 +141,22 @@ class LawCheck:
         report.shrunk = not report.run
         return report
 
+    @property
+    def worker(self) -> Answering:
+        """The worker that the law has, or had last."""
+        return self._worker
+
+    def _hold(self, worker: Answering) -> None:
+        self._worker, self.held = worker, True
+        self._since = worker.started, worker.start_s
+
+    def _note_starts(self) -> None:
+        """Add to the report what the worker has started since the law has it."""
+        (started, start_s), worker = self._since, self._worker
+        self._since = worker.started, worker.start_s
+        self.report.started += worker.started - started
+        self.report.start_s += worker.start_s - start_s
+
     def _ask(self, run: Run) -> Outcome:
         return ask(run, self._worker, self._state.store, defects=self._state.defects)
 
@@ -147,7 +170,7 @@ class LawCheck:
             if not settings.shard.owns(defect.run.everywhere):
                 continue
             if self._state.plan is not None:
-                self._await(functools.partial(self._state.plan.await_known, defect.run))
+                self._await(self._state.plan.pending(defect.run))
             outcome = self._ask(defect.run)
             still = outcome.verdict is Verdict.BROKEN
             if defect.kernel and outcome.lost:
@@ -264,7 +287,7 @@ class LawCheck:
         self._drawn = planned.drawn
         for batch in of_one_key(planned.examples, most):
             for example in batch:
-                self._await(functools.partial(planned.wait, example))
+                self._await(planned.pending(example))
             yield batch
 
     def _own(self, look: Look, example: Example) -> None:
@@ -273,10 +296,23 @@ class LawCheck:
         if self._state.owns(self._name, example):
             look(example)
 
-    def _await(self, compiled: Callable[[], None]) -> None:
-        """Wait for processes that compile, and note the seconds."""
-        start = time.monotonic()
-        compiled()
+    def _await(self, pending: Pending | None) -> None:
+        """Wait for processes that compile, and note the seconds. Meanwhile another law has the worker.
+
+        What the first laws wait for is compiled first, as many laws as there are workers, so that one is decided soon.
+        """
+        if pending is None:
+            return
+        start, pool = time.monotonic(), self._pool
+        if pool is None:
+            pending.wait()
+        else:
+            self._note_starts()
+            self.held = False
+            pool.give(self._worker)
+            pending.wait(Need.BY_WORKER if self._place < pool.size else Need.BY_LAW)
+            if (worker := pool.take(self._place)) is not None:
+                self._hold(worker)
         self.report.wait_s += time.monotonic() - start
 
     def _counted(self, run: Run, outcome: Outcome) -> bool:
@@ -368,6 +404,7 @@ class LawCheck:
     def explain(self) -> LawReport:
         """Shrink the broken run and say what is known about it. Returns the report."""
         assert self._broken is not None
+        self._pool = None  # it keeps its worker from here on
         run, outcome = self._broken
         report, state, worker, start = self.report, self._state, self._worker, time.monotonic()
         domain = state.described.domain
