@@ -19,8 +19,10 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.books import book_of
 from properties.laws.history import HISTORIES, other_kinds, rotated
+from properties.paths.laws import PATH_LAWS
 from properties.rules.domain import Domain
 from properties.words.example import Example
+from properties.words.sizes import MOST, sized
 from tests.alone import told
 from verify.adapters.fla import Chunk
 from verify.bench import adapter_bench as benches
@@ -321,6 +323,17 @@ def test_an_engine_that_declares_it_is_the_only_one_is_right() -> None:
     for example in examples_of(f"{HERE}:OneEngine")[:3]:
         assert example.variant not in ("turns", "refill")
         assert execute(Run("history", f"{HERE}:OneEngine", example)).verdict is Verdict.HOLDS, example
+
+
+@pytest.mark.slow
+def test_sequences_of_unequal_lengths_alone_show_what_is_kept_by_their_number_and_sum() -> None:
+    kept, law = adapter_of("zoo/LengthsOfTheFirstShape").domain, PATH_LAWS["earlier"]
+    domain = sized(kept, None, MOST["quick"])
+    examples = [example for example in law.always(domain) if example.case.layout == "zigzag"]
+    assert [(example.case.lengths, example.variant) for example in examples] == [((4, 12, 8), "others")]
+    for name, verdict in (("LengthsOfTheFirstShape", Verdict.BROKEN), ("SharesAndRemembers", Verdict.HOLDS)):
+        assert {execute(Run("earlier", f"zoo/{name}", example)).verdict for example in examples} == {verdict}
+    assert law.always(dataclasses.replace(domain, packed=False)) == law.always(kept) == []
 
 
 class BreaksInTheEnd(Chunkwise):

@@ -27,6 +27,7 @@ from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.zoo import wrong_recompute
 from verify.zoo.animals import right_of
 from verify.zoo.base import Chunkwise, Layered
+from verify.zoo.modules import Gate
 from verify.zoo.wrong_gates import Stepwise
 
 HERE = "tests/test_recompute.py"
@@ -232,6 +233,33 @@ class GatesAreConstants(Chunkwise):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         decays: Tensor = _Constant.apply(x.g.float())  # type: ignore[no-untyped-call]
         return super().run(x.replaced(g=decays.log().to(x.g.dtype)))
+
+
+class _FirstAxis(torch.autograd.Function):
+    """The identity, which takes any mapped axis for the first one."""
+
+    forward = staticmethod(Tangents.forward)
+    setup_context = staticmethod(Tangents.setup_context)  # type: ignore[assignment]
+    backward = staticmethod(Tangents.backward)  # type: ignore[assignment]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[Tensor, int]:
+        return x.clone(), 0
+
+
+class MapsTheFirstAxis(Gate):
+    """The gate, wrong where torch.func.vmap maps its tokens along another axis than the first one."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(a=_FirstAxis.apply(x.a)))  # type: ignore[no-untyped-call]
+
+
+def test_tokens_that_are_mapped_along_their_second_axis_are_looked_at() -> None:
+    words = "lengths=2+2 op=gdn_gate heads=3"
+    outcome = outcome_of("transforms", f"{HERE}:MapsTheFirstAxis", words)
+    assert outcome.verdict is Verdict.BROKEN
+    assert all("along axis 1" in finding.output or "second call" in finding.output for finding in outcome.findings), outcome
+    assert outcome_of("transforms", "zoo/Gate", words).verdict is Verdict.HOLDS
 
 
 SMALL = "lengths=9 key_dim=4 value_dim=4 state=random"

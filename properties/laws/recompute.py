@@ -75,7 +75,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
       input is the only one that does.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error. In float32 each input
       has a direction of its own, unless products are in TF32.
-    - `transforms`: under torch.func.vjp, jvp and vmap, or an error.
+    - `transforms`: under torch.func.vjp, jvp and vmap, or an error. vmap maps all tensors along their first axis, and in another
+      call those of tokens along their second one.
 
     The bits of the first six are those of the plain call. A forward without gradients may round differently, so the outputs of
     `reentrant` are judged by bounds, and so is a backward whose saved tensors have other strides. Derivatives along a direction are
@@ -192,6 +193,12 @@ def _transforms(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents)
         outputs, others = found
         yield from pairs_of(outputs, bounds, "of torch.func.vmap")
         yield from pairs_of(dict(zip(outputs, others, strict=True)), bench.bounds(other, None), "of vmap's second call")
+    tokens = {name: other[name] for name in present(case.spec, inputs, "B", "T")}
+    if tokens and (found := bench.transformed("vmap along 1", inputs, names, tokens, None)) is not None:
+        outputs, others = found
+        yield from pairs_of(outputs, bounds, "of torch.func.vmap along axis 1, with shared parameters and states")
+        mixed = bench.bounds(inputs.replaced(**tokens), None)
+        yield from pairs_of(dict(zip(outputs, others, strict=True)), mixed, "of its second call")
 
 
 def _directions(bench: Bench, case: Any, inputs: Inputs) -> dict[str, Results]:

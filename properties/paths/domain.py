@@ -28,6 +28,7 @@ CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
 SHARED = 3 / 4  # share of a layer's cases with cp over 1, if there are more than two ranks
 LONGEST = 66
 MANY_SEQUENCES, MANY_HEADS = (33, 130), 257  # just over usual limits: 32 and 128, and 8 bits
+UNEQUAL = (1, 3, 2)  # the lengths of packed sequences, in units that a layout can cut
 MOST_PIECE = 64  # the most tokens of a piece that a domain may demand
 OPERATIONS = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d", "kda_layer")
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
@@ -265,30 +266,12 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
     """
     if not at_limits(domain):
         return []
-    layer, narrow, several = domain.operation == "gdn_layer", min(domain.widths), domain.ranks > 1
-    cp = 2 if several and domain.context_parallel else 1
-    tp = 2 if several and cp == 1 and domain.tensor_parallel else 1
-    share, group = tp * cp if layer else 1, THREE_EACH[1] // THREE_EACH[0] if domain.grouped_heads else 1
-    words: dict[str, Any] = {
-        "operation": domain.operation,
-        "tp": tp,
-        "cp": cp,
-        "key_dim": narrow,
-        "value_dim": narrow,
-        "heads": share,
-        "value_heads": group * share,
-        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
-        "dtype": domain.dtypes[0],
-        "backward": domain.backward,
-        **{name: choices[0] for name, choices in domain.choices},
-    }
-    if domain.operation in RULES:
-        words |= {"in_kernel": domain.in_kernel[0], "final_state": domain.final_state}
-        words |= {"state": "random" if domain.initial_state else "none"}
-
+    words, group = _few(domain), THREE_EACH[1] // THREE_EACH[0] if domain.grouped_heads else 1
+    cp, share = words["cp"], words["heads"]
+    words |= {"value_heads": group * share}
     cases = []
     for layout in domain.layouts:
-        unit = 2 * cp if layout.startswith("zigzag") else cp
+        unit = _unit(layout, cp)
         for count in MANY_SEQUENCES if domain.packed else ():
             half = max(2, domain.least_piece)  # tokens of the long sequence on each rank, if ranks cut the tokens of all sequences
             half += -(count - 1 + half) % max(1, unit // 2)
@@ -300,6 +283,51 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
         many: dict[str, Any] = {"heads": heads, "value_heads": group * heads, "packed": not domain.batched}
         cases.append(_with_first_norm(domain, ParallelCase((tokens,), layout=layout, **(words | many))))
     return [case for case in cases if domain.outside(case) is None]
+
+
+def unequal(domain: PathDomain) -> list[ParallelCase]:
+    """Return a case of packed sequences of different lengths for each layout, so that other offsets have the same counts and sums.
+
+    There are none if the check draws no large cases, and on a GPU.
+    """
+    if not (at_limits(domain) and domain.packed):
+        return []
+    words, cases = _few(domain), []
+    for layout in domain.layouts:
+        unit = _unit(layout, words["cp"]) * max(1, domain.least_piece)
+        lengths = tuple(unit * count for count in UNEQUAL)
+        cases.append(_with_first_norm(domain, ParallelCase(lengths, layout=layout, packed=True, **words)))
+    return [case for case in cases if domain.outside(case) is None]
+
+
+def _unit(layout: str, cp: int) -> int:
+    """Return the number of tokens whose multiples a layout can cut over so many ranks."""
+    return 2 * cp if layout.startswith("zigzag") else cp
+
+
+def _few(domain: PathDomain) -> dict[str, Any]:
+    """Return the words of a narrow case with few heads on two ranks, or on one if the domain has no more."""
+    layer, narrow, several = domain.operation == "gdn_layer", min(domain.widths), domain.ranks > 1
+    cp = 2 if several and domain.context_parallel else 1
+    tp = 2 if several and cp == 1 and domain.tensor_parallel else 1
+    share = tp * cp if layer else 1
+    words: dict[str, Any] = {
+        "operation": domain.operation,
+        "tp": tp,
+        "cp": cp,
+        "key_dim": narrow,
+        "value_dim": narrow,
+        "heads": share,
+        "value_heads": share,
+        "conv_width": min(domain.conv_widths, key=lambda width: (width < 2, width)),
+        "dtype": domain.dtypes[0],
+        "backward": domain.backward,
+        **{name: choices[0] for name, choices in domain.choices},
+    }
+    if domain.operation in RULES:
+        words |= {"in_kernel": domain.in_kernel[0], "final_state": domain.final_state}
+        words |= {"state": "random" if domain.initial_state else "none"}
+    return words
 
 
 def _with_first_norm(domain: PathDomain, case: ParallelCase) -> ParallelCase:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from properties.laws.law import Law, all_variants, either
 from properties.paths import checks
 from properties.paths.case import CHOICES, ParallelCase
-from properties.paths.domain import MESHES, PathDomain, case_ranks, limits, path_cases
+from properties.paths.domain import MESHES, PathDomain, case_ranks, limits, path_cases, unequal
 from properties.paths.illegal import JUDGED, illegal_of, lacking_for
 from properties.words.example import Example
 
@@ -319,6 +319,7 @@ PATH_LAWS: dict[str, Law] = {
             lacks=_lacks_history,
             of_process=True,
             turns=_kinds,
+            always=lambda domain: [Example(case, None, "others") for case in unequal(domain)],
         ),
     )
 }

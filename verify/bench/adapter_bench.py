@@ -304,8 +304,9 @@ class AdapterBench(Calling):
     ) -> tuple[Results, tuple[Tensor, ...]] | None:
         """Call the adapter under torch.func.vjp, jvp or vmap of the inputs called `names`. None if that raises an error.
 
-        `others` are the tensors that the transform takes beside the inputs: directions by name, or other inputs. A vjp takes the
-        cotangents. Returns the outputs by name, and what the transform returns beside them.
+        `others` are the tensors that the transform takes beside the inputs: directions by name, or other inputs, where an input
+        that has none is shared by both calls of "vmap along 1". A vjp takes the cotangents. Returns the outputs by name, and what
+        the transform returns beside them.
         """
         spec = self._contract(inputs)
         inputs = self._with_options(inputs, self.adapter)
@@ -323,7 +324,7 @@ class AdapterBench(Calling):
                 if cotangents is not None:
                     given = tuple(cotangents[port.name] for port in spec.outputs if port.name in cotangents)
                 else:
-                    given = tuple(others[name].to(inputs[name].dtype) for name in names)
+                    given = tuple(others[name].to(x.dtype) if name in others else x for name, x in zip(names, values, strict=True))
                 outputs, more = ways.TRANSFORMS[transform](function, values, given)
             except Exception:  # whatever is raised, the transform is refused
                 return None

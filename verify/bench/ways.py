@@ -248,9 +248,17 @@ def by_jvp(function: Function, values: Tensors, directions: Tensors) -> tuple[Te
 
 
 def by_vmap(function: Function, values: Tensors, others: Tensors) -> tuple[Tensors, Tensors]:
-    """The outputs of two calls that torch.func.vmap makes in one."""
-    both = [torch.stack(pair) for pair in zip(values, others, strict=True)]
-    results = torch.func.vmap(function)(*both)
+    """The outputs of two calls that torch.func.vmap makes in one, mapped along the first axis of every tensor."""
+    results = torch.func.vmap(function)(*map(torch.stack, zip(values, others, strict=True)))
+    return tuple(x[0] for x in results), tuple(x[1] for x in results)
+
+
+def by_vmap_along_1(function: Function, values: Tensors, others: Tensors) -> tuple[Tensors, Tensors]:
+    """As `by_vmap`, along the second axis. Tensors that are the same object in both calls are shared and not mapped."""
+    pairs = list(zip(values, others, strict=True))
+    axes = tuple(None if one is other else 1 for one, other in pairs)
+    both = [one if axis is None else torch.stack((one, other), axis) for (one, other), axis in zip(pairs, axes, strict=True)]
+    results = torch.func.vmap(function, in_dims=axes)(*both)
     return tuple(x[0] for x in results), tuple(x[1] for x in results)
 
 
@@ -258,6 +266,7 @@ TRANSFORMS: Mapping[str, Callable[[Function, Tensors, Tensors], tuple[Tensors, T
     "vjp": by_vjp,
     "jvp": by_jvp,
     "vmap": by_vmap,
+    "vmap along 1": by_vmap_along_1,
 }
 
 
