@@ -53,6 +53,22 @@ def asked_after(change: Callable[[dict[str, Compilation]], None]) -> list[str]:
     return lines[1:]
 
 
+def test_in_a_hurry_every_process_compiles_a_part_of_it() -> None:
+    workers = [Gated([]) for _ in range(3)]
+    compilers = Compilers(workers, None)
+    whole = compilers.prepare(Compile("whole"), "family", "whole", shared=True)
+    assert whole is not None
+    thread = threading.Thread(target=compilers.hurry, args=(whole,))
+    thread.start()
+    for worker in workers:
+        assert worker.begun.acquire(timeout=60), "all compile at the same time"
+        worker.go.release(4)
+    thread.join(60)
+    assert whole.done
+    compilers.close()
+    compilers.hurry(whole)  # nobody waits for what is closed
+
+
 def later(compilations: dict[str, Compilation]) -> None:
     """Change nothing."""
 

@@ -82,6 +82,7 @@ class Plan:
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._run_of = seed, examples_of, run_of
         self._compilers, self._defects, self._shard = compilers, defects, shard
+        self._hurried: set[tuple[Any, ...]] = set()
         lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
         lines = [run for run in lines if shard.owns(run.everywhere)]
         self._known = {run: compilation for run in lines if (compilation := self._prepare(run)) is not None}
@@ -132,9 +133,21 @@ class Plan:
             planned.compiled |= {} if compilation is None else {key: compilation}
         return planned
 
+    def hurry(self, run: Run) -> None:
+        """Let all processes together compile the kernels of a run that was not planned, and wait for them. Each key comes once."""
+        example = run.example
+        if not self._gpu or not _compiles(example.case) or is_far(example.variant):
+            return
+        if (words := self._words(run)) not in self._hurried and (pending := self._prepare(run)) is not None:
+            self._compilers.hurry(pending)
+        self._hurried.add(words)
+
+    def _words(self, run: Run) -> tuple[Any, ...]:
+        """What the kernels of a run depend on."""
+        return (run.law, run.products, run.tune, _key(run.example), *self._defects.left_out(run))
+
     def _prepare(self, run: Run) -> Pending | None:
-        left_out = self._defects.left_out(run)
-        words = (run.law, run.products, run.tune, _key(run.example), *left_out)
+        left_out, words = self._defects.left_out(run), self._words(run)
         shared = not is_timed(run.tune)  # Triton's timing would be wrong beside others, and launches kernels
         question = Compile(str(run), left_out, denied=self._defects.denied)
         return self._compilers.prepare(question, _family(run.example.case), *words, shared=shared)

@@ -1,6 +1,7 @@
 """Processes that compile ahead what the cases of a check will launch, and in what order they do it."""
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import threading
@@ -67,6 +68,7 @@ class Compiler(Protocol):
     """What a plan asks to compile: `Compilers`, or those of all ranks."""
 
     def prepare(self, question: Compile, family: Hashable, *words: Any, shared: bool = False) -> Pending | None: ...
+    def hurry(self, pending: Pending) -> None: ...
     def close(self) -> None: ...
     def versions(self, words: str) -> None: ...
 
@@ -121,6 +123,14 @@ class Compilers:
             return None
         return compilation
 
+    def hurry(self, pending: Pending) -> None:
+        """Let every process compile a part of it at once, and wait until it is done."""
+        if isinstance(pending, Compilation) and pending.shared:
+            with contextlib.suppress(RuntimeError):  # it was closed
+                for _ in self._workers[1:]:
+                    self._pool.submit(self._help, pending)
+        pending.wait()
+
     def close(self) -> None:
         """End the processes. Threads that wait for a compilation go on."""
         self._closed.set()
@@ -146,6 +156,11 @@ class Compilers:
                 self._under_way[compilation.family] -= 1
             compilation.end()
         self._share()
+
+    def _help(self, compilation: Compilation) -> None:
+        if not compilation.done:
+            compilation.helpers += 1
+            self._ask(compilation.question)
 
     def _share(self) -> None:
         """While nothing waits to be begun, compile what other processes have begun: first what fewest processes compile."""
@@ -215,6 +230,10 @@ class OfRanks:
         prepared = [one.prepare(question, family, rank, *words, shared=shared) for rank, one in enumerate(self._ranks)]
         compilations = [one for one in prepared if one is not None]
         return _Together(compilations) if compilations else None
+
+    def hurry(self, pending: Pending) -> None:
+        """Wait until it is done. The processes of each rank go on as they do."""
+        pending.wait()
 
     def close(self) -> None:
         """End the processes."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from properties.books import book_of
@@ -23,7 +23,9 @@ from verify.ranks.group import Answering
 SHRINK_RUNS, SHRINK_S = 120, 60.0  # the most runs of shrinking, and CPU seconds of the worker: a busy machine changes neither
 ON_GPU = 1 / 2  # of these CPU seconds: on a GPU most cases take milliseconds, and a whole check takes three minutes
 SPARE = 1 / 8  # of these, as much more for the neighbours of the smallest case, also if shrinking ended at its limit
-WALL = 5  # kernels that wait or are compiled take little CPU time: shrinking ends after so many times SHRINK_S in any case
+# Kernels that wait take little CPU time: shrinking ends after so many times its CPU seconds in any case. On a GPU other processes
+# compile, and people wait for the last law.
+WALL, WALL_ON_GPU = 5, 2
 LOST_S, FRESH_S = 2.0, 1.0  # what the end of a worker counts in a run, and what a new process counts
 # Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
@@ -37,13 +39,14 @@ def limit_s(run: Run) -> float:
 
 
 class Budget:
-    """What shrinking may spend: `runs` runs and `cpu_s` CPU seconds of the worker, and in any case WALL times as many seconds.
+    """What shrinking a run may spend: SHRINK_RUNS runs and `cpu_s` CPU seconds of the worker, and in any case WALL times as many.
 
     A run that loses the worker counts as LOST_S seconds, or as the deadline if it hangs.
     """
 
-    def __init__(self, runs: int, cpu_s: float, deadline_s: float, stopped: threading.Event) -> None:
-        self._runs, self._cpu_s, self._deadline_s, self._stopped = runs, cpu_s, deadline_s, stopped
+    def __init__(self, run: Run, cpu_s: float, deadline_s: float, stopped: threading.Event) -> None:
+        self._runs, self._cpu_s, self._deadline_s, self._stopped = SHRINK_RUNS, cpu_s, deadline_s, stopped
+        self._wall_s = cpu_s * (WALL if run.device == "cpu" else WALL_ON_GPU)
         self._spent_runs, self._spent_s, self._hung, self._start = 0, 0.0, False, time.monotonic()
 
     def spend(self, outcome: Outcome, *, fresh: bool = False) -> None:
@@ -57,6 +60,7 @@ class Budget:
     def spare(self) -> None:
         """Begin with what is kept for neighbours. What shrinking left is not spent on them."""
         self._runs, self._cpu_s = self._spent_runs + int(SPARE * self._runs), self._spent_s + SPARE * self._cpu_s
+        self._start, self._wall_s = time.monotonic(), SPARE * self._wall_s
 
     def left(self, wait_s: float = 0.0) -> bool:
         """Whether one more run may begin that takes at least `wait_s` seconds."""
@@ -68,8 +72,8 @@ class Budget:
             return f"{self._runs} runs"
         if self._spent_s + wait_s >= self._cpu_s:
             return f"{self._cpu_s:g} s" if self._hung or wait_s else f"{self._cpu_s:g} s of CPU time"
-        if time.monotonic() - self._start >= WALL * self._cpu_s:
-            return f"{WALL * self._cpu_s:g} s of waiting"
+        if time.monotonic() - self._start >= self._wall_s:
+            return f"{self._wall_s:g} s of waiting"
         return ""
 
 
@@ -86,6 +90,7 @@ def explain(
     *,
     afresh: bool = False,
     after: Sequence[Run] = (),
+    compiled: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
@@ -94,7 +99,7 @@ def explain(
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
     in at most `most_s` CPU seconds of the worker. If the found case hangs, no run begins whose deadline is later than that: with
     the default deadline of 120 s, a hang is not shrunk. With `afresh`, each run has a new process; with `after`, one that runs
-    these first.
+    these first. `compiled` is called with each run before it is made, and may compile its kernels.
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
@@ -111,7 +116,7 @@ def explain(
     are no simpler but tell what the failure needs, in a few runs that are kept for this.
     """
     waits_s = worker.deadline_s if outcome.kind is FailureKind.HUNG else 0.0
-    budget = Budget(SHRINK_RUNS, most_s, worker.deadline_s, stopped)
+    budget = Budget(run, most_s, worker.deadline_s, stopped)
     afresh = afresh or bool(after)
     fresh = afresh or run.the_law.of_process
     outcomes = {run.example: outcome}
@@ -128,6 +133,7 @@ def explain(
         if defects.explain_any(candidate):
             return None
         if example not in outcomes:
+            compiled(candidate)
             outcomes[example] = ask_afresh(candidate, worker, store, defects, always=afresh, after=after)
             budget.spend(outcomes[example], fresh=fresh)
         if defects.explain(candidate, outcomes[example]):

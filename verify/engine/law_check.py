@@ -418,6 +418,7 @@ class LawCheck:
             domain,
             before=self._before.get(run, ()),
             needed=self._needed.get(run, ()),
+            compiled=(lambda run: None) if state.plan is None else state.plan.hurry,
         )
         smallest, best, small, report.repeats = explained.run, explained.outcome, explained.small, explained.repeats
         report.after = list(map(str, explained.after))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from properties.words.example import Example
-from verify.engine import explaining
 from verify.engine.asking import ask, ask_afresh
 from verify.engine.explaining import Budget, explain, limit_s
 from verify.engine.shrink import Shrunk, shrink
@@ -54,6 +53,7 @@ def explain_repeating(
     *,
     before: Sequence[Run] = (),
     needed: Sequence[Run] = (),
+    compiled: Callable[[Run], None] = lambda run: None,
 ) -> Explained:
     """Shrink a broken run (`explain`), and run the smallest case in a fresh process, as a person will who repeats its line.
 
@@ -61,7 +61,7 @@ def explain_repeating(
     in one. If the smallest case does not fail in a fresh process and the found one does, the found one stands. If neither does, we
     look for the fewest runs `before` it in its process after which it fails in a fresh process, and shrink it and them there.
     Without such runs nothing is shrunk, because each answer would be chance. A law about what a process keeps, and a crash or a
-    hang, have been confirmed in a fresh process already, perhaps after the runs that are `needed`.
+    hang, have been confirmed in a fresh process already, perhaps after the runs that are `needed`. For `compiled` see `explain`.
     """
 
     def fails(run: Run, *, fresh: bool) -> bool:
@@ -69,11 +69,13 @@ def explain_repeating(
             worker.end()
         return ask(run, worker, store, defects=defects).verdict is Verdict.BROKEN
 
+    arguments = (run.the_law, run, outcome, worker, store, defects, stopped, limit_s(run), domain)
+
     def after_others(otherwise: Explained) -> Explained:
         runs = needed or after_fewest(run, before, worker, store, defects, stopped)
         if not runs:
             return otherwise
-        small, best = explain(run.the_law, run, outcome, worker, store, defects, stopped, limit_s(run), domain, after=runs)
+        small, best = explain(*arguments, after=runs, compiled=compiled)
         smallest = dataclasses.replace(run, example=small.example)
         return Explained(smallest, best, small, AFTER, _shrunk(runs, smallest, worker, store, defects, stopped, domain))
 
@@ -84,7 +86,7 @@ def explain_repeating(
     afresh = not confirmed and not stopped.is_set() and not fails(run, fresh=False)
     if afresh and not fails(run, fresh=True):
         return after_others(whole)
-    small, best = explain(run.the_law, run, outcome, worker, store, defects, stopped, limit_s(run), domain, afresh=afresh)
+    small, best = explain(*arguments, afresh=afresh, compiled=compiled)
     smallest = Explained(dataclasses.replace(run, example=small.example), best, small, AFRESH if afresh else YES)
     if confirmed or afresh:
         return smallest
@@ -107,7 +109,7 @@ def after_fewest(
     run: Run, before: Sequence[Run], worker: Answering, store: Store, defects: KnownDefects, stopped: threading.Event
 ) -> list[Run]:
     """The fewest runs found, of those `before` a run in its process, after which it is broken in a fresh process. Perhaps none."""
-    budget = Budget(explaining.SHRINK_RUNS, limit_s(run), worker.deadline_s, stopped)
+    budget = Budget(run, limit_s(run), worker.deadline_s, stopped)
     return fewest(before, lambda runs: _fails_after(runs, run, worker, store, defects, budget))
 
 
@@ -155,7 +157,7 @@ def _shrunk(
     domain: Any,
 ) -> list[Run]:
     """The runs after which a run is broken, each with the smallest example found after which it still is."""
-    budget = Budget(explaining.SHRINK_RUNS, limit_s(run) * AFTERWARDS, worker.deadline_s, stopped)
+    budget = Budget(run, limit_s(run) * AFTERWARDS, worker.deadline_s, stopped)
     smaller = list(runs)
     for place, one in enumerate(runs):
 
