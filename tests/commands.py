@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
-from verify.process import fork_server, worker
+from verify.process import forking, worker
 from verify.process.worker import NO_GPU
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ class Command:
 
             self.stderr, errors = pipe()
             self.stdout, out = pipe() if stdout is None else (None, stdout)
-            self._process = fork_server.start(__name__, [json.dumps(request)], [out, errors], settings, errors, worker.IMPORTS)
+            self._process = forking.start(__name__, [json.dumps(request)], [out, errors], settings, errors, worker.IMPORTS)
 
     @property
     def pid(self) -> int:

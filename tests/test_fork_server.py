@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify.process import fork_server
-from verify.process.fork_server import Forked
+from verify.process import fork_server, forking
+from verify.process.forking import Forked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TELLS = """
@@ -52,24 +52,24 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def _server() -> Iterator[None]:
     """A process that forks, of this module's own: it imports next to nothing."""
-    before = dict(fork_server._servers)
-    fork_server._servers.clear()
+    before = dict(forking._servers)
+    forking._servers.clear()
     try:
         yield
     finally:
-        fork_server._end()
-        fork_server._retired.clear()
-        fork_server._servers.clear()
-        fork_server._servers.update(before)
+        forking._end()
+        forking._retired.clear()
+        forking._servers.clear()
+        forking._servers.update(before)
 
 
 @pytest.fixture
 def another(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """No process that forks is there yet. The environment for one."""
     (tmp_path / "tells.py").write_text(TELLS)
-    monkeypatch.setattr(fork_server, "_servers", {})
+    monkeypatch.setattr(forking, "_servers", {})
     yield {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    for server in fork_server._servers.values():
+    for server in forking._servers.values():
         server.end()
 
 
@@ -80,15 +80,15 @@ Begin = Callable[..., Forked]
 def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fork_server, "_odd", {})
-    server = fork_server._servers.get(0)
-    if server is not None and server.early != fork_server._early_variables(os.environ):  # a test before had another environment
-        fork_server._servers.pop(0).retire()
+    monkeypatch.setattr(forking, "_odd", {})
+    server = forking._servers.get(0)
+    if server is not None and server.early != fork_server.early_variables(os.environ):  # a test before had another environment
+        forking._servers.pop(0).retire()
     with contextlib.ExitStack() as ends:
 
         def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(tmp_path), str(ROOT)]), **more}
-            one = fork_server.start("tells", words, descriptors, environment, output, ["colorsys"])
+            one = forking.start("tells", words, descriptors, environment, output, ["colorsys"])
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -203,7 +203,7 @@ def test_a_child_whose_server_dies_goes_on_and_the_next_has_another(begin: Begin
     one, other = begin("waits"), begin("waits")
     assert alive(one.pid)
     assert alive(other.pid)
-    server = fork_server._servers[0].process
+    server = forking._servers[0].process
     server.kill()
     server.wait()
     assert one.poll() is None
@@ -215,18 +215,18 @@ def test_a_child_whose_server_dies_goes_on_and_the_next_has_another(begin: Begin
     other.signal(signal.SIGTERM)
     assert other.wait(5) == -signal.SIGKILL, "nobody can say how it ended"
     assert begin("exits", "4").wait(10) == 4
-    assert fork_server._servers[0].process is not server
+    assert forking._servers[0].process is not server
 
 
 def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, another: dict[str, str]) -> None:
     first = begin("waits")
     assert first.poll() is None
-    server = fork_server._servers[0]
+    server = forking._servers[0]
     assert report_of(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert report_of(begin)["began"] == "verify.process.fork_server", "one alone is no reason"
     assert report_of(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert report_of(begin, PYTHONHASHSEED="7")["began"] == "verify.process.fork_server"
-    assert fork_server._servers[0] is not server
+    assert forking._servers[0] is not server
     assert first.poll() is None, "what the other forked goes on"
     assert server.process.poll() is None
     os.killpg(first.pid, signal.SIGTERM)
@@ -237,7 +237,7 @@ def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, a
 def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(1.0)")
     source, target = os.pipe()
-    one = fork_server.start("tells", ["tells"], [target], another, 2, ["slow"])
+    one = forking.start("tells", ["tells"], [target], another, 2, ["slow"])
     os.close(target)
     began = time.monotonic()
     one.kill()
@@ -245,7 +245,7 @@ def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, st
     assert time.monotonic() - began < 0.5, "it does not wait for what the server imports"
     with open(source) as pipe:
         assert not pipe.read(), "the server kills what nobody listens for"
-    assert fork_server.start("tells", ["exits", "6"], [], another, 2, []).wait(10) == 6
+    assert forking.start("tells", ["exits", "6"], [], another, 2, []).wait(10) == 6
 
 
 FAILS = """
@@ -261,8 +261,8 @@ os.fork = failing
 
 def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    first = fork_server.start("tells", ["waits"], [], another, 2, ["fails"])
-    none = fork_server.start("tells", ["waits"], [], another, 2, ["fails"])
+    first = forking.start("tells", ["waits"], [], another, 2, ["fails"])
+    none = forking.start("tells", ["waits"], [], another, 2, ["fails"])
     with pytest.raises(OSError, match="no process could be forked"):
         none.wait(10)
     assert none.wait() == none.poll() == os.EX_OSERR
@@ -270,7 +270,7 @@ def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[st
     assert first.poll() is None
     first.kill()
     assert first.wait(5) == -signal.SIGKILL
-    one = fork_server.start("tells", ["exits", "7"], [], another, 2, [])
+    one = forking.start("tells", ["exits", "7"], [], another, 2, [])
     assert one.wait(10) == 7
 
 
@@ -286,20 +286,20 @@ def test_a_server_without_room_for_descriptors_says_so(
     another: dict[str, str], tmp_path: pathlib.Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own are below 6, but for the socket, which has any number: nothing fits, or two of the four that a child needs."""
-    monkeypatch.setattr(fork_server, "GONE_S", 0.3)  # this server lives, however long we wait for its end
+    monkeypatch.setattr(forking, "GONE_S", 0.3)  # this server lives, however long we wait for its end
     (tmp_path / "narrow.py").write_text(NARROW.replace("MOST", str(limit)))
     for _ in range(2):
-        one = fork_server.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
+        one = forking.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
         with pytest.raises(OSError, match="no process could be forked: Too many open files"):
             one.wait(10)
         assert one.wait() == os.EX_OSERR
-    assert fork_server._servers[0].process.poll() is None
+    assert forking._servers[0].process.poll() is None
 
 
 def test_it_is_killed_while_another_thread_waits_for_it(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(3.0)")
     for imports in ([], ["slow"]):
-        one = fork_server.start("tells", ["waits"], [], another, 2, imports, len(imports))
+        one = forking.start("tells", ["waits"], [], another, 2, imports, len(imports))
         ends: list[int] = []
         waiting = threading.Thread(target=lambda one=one, ends=ends: ends.append(one.wait()))
         waiting.start()
@@ -310,7 +310,7 @@ def test_it_is_killed_while_another_thread_waits_for_it(another: dict[str, str],
 
 
 def test_an_interrupt_in_the_middle_loses_no_number(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = fork_server.start("tells", ["exits", "1"], [], another, 2, [])
+    one = forking.start("tells", ["exits", "1"], [], another, 2, [])
     read = os.read
 
     def interrupted(descriptor: int, count: int) -> bytes:
@@ -331,7 +331,7 @@ def test_places_have_servers_and_hash_seeds_of_their_own(another: dict[str, str]
     hashes = []
     for place in (0, 1, 0, 1):
         source, target = os.pipe()
-        one = fork_server.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
+        one = forking.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
         os.close(target)
         with open(source) as pipe:
             report = json.load(pipe)
@@ -348,14 +348,14 @@ def test_what_was_missing_when_the_server_began_is_found_by_a_child(another: dic
     (tmp_path / "more" / "extra.py").write_text("")
     says = "import sys, optional\ndef main(words):\n    sys.exit(4 if optional.extra else 5)\nif __name__ == '__main__': main([])\n"
     (tmp_path / "says.py").write_text(says)
-    assert fork_server.start("says", [], [], another, 2, ["optional"]).wait(10) == 5
+    assert forking.start("says", [], [], another, 2, ["optional"]).wait(10) == 5
     more = {**another, "PYTHONPATH": f"{tmp_path}/more{os.pathsep}{another['PYTHONPATH']}"}
-    assert fork_server.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
+    assert forking.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
 
 
 def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fork_server.start("tells", ["exits", "3"], [], another, 2, []).wait(10) == 3
-    server = fork_server._servers[0]
+    assert forking.start("tells", ["exits", "3"], [], another, 2, []).wait(10) == 3
+    server = forking._servers[0]
 
     def none_left() -> tuple[int, int]:
         raise OSError(errno.EMFILE, "too many open files")
@@ -364,30 +364,30 @@ def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str
         patched.setattr(os, "pipe", none_left)
         for place in (0, 1):  # a server that is there, and one that cannot be started: no socket of it is left open
             with pytest.raises(OSError, match="too many open files"):
-                fork_server.start("tells", ["exits", "3"], [], another, 2, [], place)
-    assert fork_server._servers == {0: server}
-    assert fork_server.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
+                forking.start("tells", ["exits", "3"], [], another, 2, [], place)
+    assert forking._servers == {0: server}
+    assert forking.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
 
 
 def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
-    one = fork_server.start("tells", ["prints"], [], another, 2, ["dies"])
+    one = forking.start("tells", ["prints"], [], another, 2, ["dies"])
     assert one.wait(10) == 9
     with pytest.raises(ProcessLookupError):
         _ = one.pid
 
 
 def test_what_cannot_be_imported_ahead_is_the_childs_to_report(another: dict[str, str]) -> None:
-    assert fork_server.start("tells", ["exits", "5"], [], another, 2, ["no_such_module"]).wait(10) == 5
+    assert forking.start("tells", ["exits", "5"], [], another, 2, ["no_such_module"]).wait(10) == 5
     with tempfile.TemporaryFile() as output:
-        assert fork_server.start("no_such_module", [], [], another, output.fileno(), []).wait(10) == 1
+        assert forking.start("no_such_module", [], [], another, output.fileno(), []).wait(10) == 1
         output.seek(0)
         assert b"no_such_module" in output.read()
 
 
 HOLDER = """
 import os, sys, time
-from verify.process import fork_server as forks
+from verify.process import fork_server, forking as forks
 one = forks.start("tells", ["waits"], [], dict(os.environ), 2, [])
 print(one.pid, forks._servers[0].process.pid, flush=True)
 if sys.argv[1] == "waits":
@@ -417,7 +417,7 @@ def test_a_fork_of_the_supervisor_has_a_server_of_its_own(begin: Begin) -> None:
     begin("prints").wait()
     source, target = os.pipe()
     if not os.fork():
-        os.write(target, str(fork_server._servers).encode())
+        os.write(target, str(forking._servers).encode())
         os._exit(0)
     os.wait()
     assert os.read(source, 100) == b"{}"

@@ -12,24 +12,24 @@ import pytest
 
 from tests.processes import gone
 from tests.test_fork_server import ROOT, TELLS
-from verify.process import fork_server
+from verify.process import forking
 
-pytestmark = pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
+pytestmark = pytest.mark.skipif(not forking.HERE, reason="processes are forked on Linux only")
 
 # Shares its imports, or does not, and prints the reports of three children and how five others end.
 PROGRAM = """
 import json, os, signal, subprocess, sys, tempfile
-from verify.process import fork_server
+from verify.process import forking
 
 path = os.pathsep.join(filter(None, sys.path))
 environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "GDN_VERIFY_WORD": "here"}
 if HOW != "started":
-    fork_server.share(IMPORTS, environment)
-shared = 0 in fork_server._servers
+    forking.share(IMPORTS, environment)
+shared = 0 in forking._servers
 assert os.environ.get("GDN_VERIFY_WORD") is None
 
 def child(*words, descriptors=(), output=2, **more):
-    return fork_server.start("tells", words, descriptors, {**environment, **more}, output, IMPORTS)
+    return forking.start("tells", words, descriptors, {**environment, **more}, output, IMPORTS)
 
 def report(**more):
     source, target = os.pipe()
@@ -48,7 +48,7 @@ with tempfile.TemporaryFile() as output:
 waits = child("waits")
 os.killpg(waits.pid, signal.SIGTERM)
 ends.append(waits.wait(10))
-server = fork_server._servers[0].process
+server = forking._servers[0].process
 try:
     server.wait(0.05)
 except subprocess.TimeoutExpired:
@@ -118,10 +118,10 @@ def failing_fork() -> None:
 def test_nothing_is_shared_where_a_server_would_differ(options: str, imports: str, before: str, tmp_path: pathlib.Path) -> None:
     program = f"""
 import os, sys
-from verify.process import fork_server
+from verify.process import forking
 {before}
-fork_server.share([{imports!r}], os.environ)
-print(fork_server._servers, flush=True)
+forking.share([{imports!r}], os.environ)
+print(forking._servers, flush=True)
 """
     (tmp_path / "broken.py").write_text("raise ImportError('as it is')")
     done = subprocess.run(
@@ -154,12 +154,12 @@ def test_a_command_forks_its_workers_and_reads_their_stacks(tmp_path: pathlib.Pa
     (tmp_path / "hangs.py").write_text(HANGS)
     program = """
 import sys
-from verify.process import fork_server
-shared = fork_server.share
+from verify.process import forking
+shared = forking.share
 def share(*words):
     shared(*words)
-    print(*(type(server.process).__name__ for server in fork_server._servers.values()), "torch" in sys.modules, flush=True)
-fork_server.share = share
+    print(*(type(server.process).__name__ for server in forking._servers.values()), "torch" in sys.modules, flush=True)
+forking.share = share
 import gdn_verify
 sys.argv[1:] = ["check", "hangs.py:Hangs", "--law", "oracle", "--profile", "least", "--deadline", "2", "--device", "cpu", "-x"]
 sys.exit(gdn_verify.main())

@@ -25,7 +25,7 @@ from verify.bench import oracle_process
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import frame
 from verify.bench.path_bench import RankBench
-from verify.process import fork_server
+from verify.process import forking
 from verify.process.fork_server import importing
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome
@@ -475,7 +475,7 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, server: None) 
 def test_twenty_losses_leave_no_process_and_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, number: int, named: str, *, forked: bool
 ) -> None:
-    monkeypatch.setattr(fork_server, "HERE", forked)
+    monkeypatch.setattr(forking, "HERE", forked)
     monkeypatch.setenv("GDN_VERIFY_SIGNAL", str(int(number)))
     before, family = opened(), children()
     with Worker(5.0) as fresh:
@@ -510,23 +510,23 @@ def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process that forks is there yet, and none is left."""
-    monkeypatch.setattr(fork_server, "_servers", {})
+    monkeypatch.setattr(forking, "_servers", {})
     yield
-    fork_server._end()
+    forking._end()
 
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.slow
 def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch, *, forked: bool) -> None:
-    monkeypatch.setattr(fork_server, "HERE", forked)
+    monkeypatch.setattr(forking, "HERE", forked)
     before, worker = opened(), Worker()
     timer = threading.Timer(0.2, worker.close)
     timer.start()
     with pytest.raises(WorkerLost, match="closed"):
         worker.ask(question("tests/right.py:Chunkwise"))
     timer.join()
-    fork_server._end()
+    forking._end()
     assert opened() <= before
 
 
@@ -545,13 +545,13 @@ def main(words):
 def test_neighbouring_ranks_walk_a_set_in_different_orders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hashes.py").write_text(HASHES)
     monkeypatch.syspath_prepend(tmp_path)
-    start = fork_server.start
+    start = forking.start
 
-    def without_torch(module: str, arguments: list[str], *rest: Any) -> fork_server.Forked:
+    def without_torch(module: str, arguments: list[str], *rest: Any) -> forking.Forked:
         descriptors, environment, output, _, place = rest
         return start("hashes", arguments, descriptors, environment, output, [], place)
 
-    monkeypatch.setattr(fork_server, "start", without_torch)
+    monkeypatch.setattr(forking, "start", without_torch)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # tox sets it
     hashes = []
     for rank in ("0", "1", "2"):
@@ -666,7 +666,7 @@ assert {*ours} < {*files}, "coverage has looked up the files of all modules"
 """
 
 
-@pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
+@pytest.mark.skipif(not forking.HERE, reason="processes are forked on Linux only")
 def test_what_a_first_case_needs_is_made_before_a_worker_is_forked() -> None:
     """Asked in a process of its own with few variables: earlier tests leave folders on this one's path, and perhaps variables."""
     command = [sys.executable, "-P", "-c", PREPARED]

@@ -23,9 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from verify.process import deadline, fork_server
+from verify.process import deadline, forking
 from verify.process.environment import OUTER_PATH
-from verify.process.fork_server import Forked, importing
+from verify.process.fork_server import forked_server, importing
+from verify.process.forking import Forked
 from verify.process.messages import Data, Question, lines_of, plain
 from verify.process.stacks import in_implementation, innermost
 
@@ -42,7 +43,7 @@ IMPORTS = (
 )
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for interpreted kernels: an implementation that sees a GPU would launch its kernels there
 # The outermost frame of the main thread, whose stack faulthandler writes last. Frames that may follow are those of a supervisor.
-_LAST = tuple(f" in {name}\n" for name in ("_run_module_as_main", fork_server.forked_server.__name__))
+_LAST = tuple(f" in {name}\n" for name in ("_run_module_as_main", forked_server.__name__))
 
 
 class WorkerLost(Exception):
@@ -179,7 +180,7 @@ class Worker:
 
     def share_imports(self) -> None:
         """Import here what the process of the worker will need, so that it is forked from here and imports nothing by itself."""
-        fork_server.share(IMPORTS, self._whole_environment(), self._place)
+        forking.share(IMPORTS, self._whole_environment(), self._place)
 
     @property
     def _place(self) -> int:
@@ -200,8 +201,8 @@ class Worker:
 
     def _launched(self, pipes: Sequence[int], output: int) -> Started | Forked:
         environment, before = self._whole_environment(), self._under()
-        if fork_server.HERE and not before and self._python is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, self._place)
+        if forking.HERE and not before and self._python is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
+            return forking.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, self._place)
         process = Started(
             [*before, self._python or sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
