@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from tests.wrong_afresh import WeighsPlaces
-from tests.wrong_just_over import WholeDraftsAtBlockEnds
+from tests.wrong_just_over_served import WholeDraftsAtBlockEnds
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import GatedNorm
 

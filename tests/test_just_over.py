@@ -8,23 +8,23 @@ import pytest
 from properties.books import book_of
 from properties.words.example import Example
 from tests import wrong_just_over as wrong
+from tests import wrong_just_over_served as served
 from tests.drawn import domain_in_a_check, in_a_check
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.process.outcome import Verdict
 
-HERE = "tests/wrong_just_over.py"
 OTHERS = 3  # examples of the law that are drawn, with which the implementation holds
 # The law that shows each of them, and what the lines have that show it: of the cases of a check at fixed places, no other does.
 SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
-    wrong.PoolPairsOfValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
-    wrong.TreesInARing: ("oracle", ("drafts=tree",)),
-    wrong.ParentsOf7Bits: ("oracle", ("lengths=259+259",)),
-    wrong.FourOfAKeyHead: ("oracle", ("heads=16 value_heads=272",)),
-    wrong.ServedPairsOfValueHeads: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
+    served.PoolPairsOfValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
+    served.TreesInARing: ("oracle", ("drafts=tree",)),
+    served.ParentsOf7Bits: ("oracle", ("lengths=259+259",)),
+    served.FourOfAKeyHead: ("oracle", ("heads=16 value_heads=272",)),
+    served.ServedPairsOfValueHeads: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     wrong.LayerPairsOfValueHeads: ("oracle", ("heads=16 value_heads=272",)),
-    wrong.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
-    wrong.StagedByRow: ("session", ("/p:a1,b66,e1,c1,d64/",)),
+    served.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
+    served.StagedByRow: ("session", ("/p:a1,b66,e1,c1,d64/",)),
     wrong.StatesOfTheLastTile: ("oracle", ("lengths=193+385+641+769+1025",)),
     wrong.StatesOfLaterLaunches: ("recall", ("heads=1024 value_heads=1024",)),
     wrong.EqualPast1024: ("oracle", ("lengths=1+2+3+1+2+3",)),
@@ -35,7 +35,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.TilesOf64ValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     wrong.RatiosOf6Bits: ("oracle", ("lengths=3 value_heads=257",)),
     wrong.BatchesUpTo128: ("oracle", ("lengths=1x513", "lengths=1x1030")),
-    wrong.BatchesOf10Bits: ("oracle", ("backward=no",)),
+    wrong.BatchesOf10Bits: ("oracle", ("lengths=1x1030",)),
     wrong.ConvBatchesOf10Bits: ("oracle", ("lengths=1x1100",)),
     wrong.SecondLongOfABatch: ("oracle", ("lengths=1030+1030 key_dim",)),
     wrong.SecondLongPacked: ("oracle", ("lengths=1030+1030 packed=yes",)),
@@ -45,7 +45,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.LayerOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
     wrong.OneTokenEach: ("oracle", ("lengths=0+3+0",)),
     wrong.SpeedsOf1024Sequences: ("oracle", ("lengths=1+2+3+1+2+3",)),
-    wrong.BlocksOf6Bits: ("blocks", ("op=decode",)),
+    served.BlocksOf6Bits: ("blocks", ("op=decode",)),
     wrong.ChunksOf11Bits: ("recall", ("lengths=131137",)),
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
@@ -53,26 +53,26 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.BiasOfAFullBlock: ("oracle", ("out_width=515",)),
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
-    wrong.FreshUpTo1024: ("oracle", ("state=random fresh=some",)),
-    wrong.SinglesAreAccepted: ("oracle", ("lengths=1+1+1 ",)),
-    wrong.NothingToDo: ("oracle", ("lengths=0+0",)),
-    wrong.WholeDraftsAtBlockEnds: ("session", ("/p:a124,b124,c124",)),
-    wrong.WholeDraftsAtEndsOf64: ("session", ("p:a62,b62,c62",)),
-    wrong.FreesByPrefix: ("ledger", ("p:a64,ab64",)),
-    wrong.AcceptedUpTo64: ("oracle", ("lengths=2x260",)),
-    wrong.PoolHeadsOf7Bits: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272", "lengths=1 value_heads=257")),
-    wrong.StepsInParts: ("session", ("trace=p:a127,b127",)),
-    wrong.StepsUpTo8192: ("session", ("trace=p:a127,b127",)),
-    wrong.RowsUpTo128: ("session", ("slots=260",)),
-    wrong.SlotsOf7Bits: ("session", ("slots=260",)),
-    wrong.RoomFor96PaddingRows: ("session", ("slots=4 ",)),
-    wrong.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128", "/p:a124,b124")),
-    wrong.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
-    wrong.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
-    wrong.ForksAtOnce: ("ledger", ("/k:b<a/k:c<b/",)),
-    wrong.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
-    wrong.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
-    wrong.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
+    served.FreshUpTo1024: ("oracle", ("state=random fresh=some",)),
+    served.SinglesAreAccepted: ("oracle", ("lengths=1+1+1 ",)),
+    served.NothingToDo: ("oracle", ("lengths=0+0",)),
+    served.WholeDraftsAtBlockEnds: ("session", ("/p:a124,b124,c124",)),
+    served.WholeDraftsAtEndsOf64: ("session", ("p:a62,b62,c62",)),
+    served.FreesByPrefix: ("ledger", ("p:a64,ab64",)),
+    served.AcceptedUpTo64: ("oracle", ("lengths=2x260",)),
+    served.PoolHeadsOf7Bits: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272", "lengths=1 value_heads=257")),
+    served.StepsInParts: ("session", ("trace=p:a127,b127",)),
+    served.StepsUpTo8192: ("session", ("trace=p:a127,b127",)),
+    served.RowsUpTo128: ("session", ("slots=260",)),
+    served.SlotsOf7Bits: ("session", ("slots=260",)),
+    served.RoomFor96PaddingRows: ("session", ("slots=4 ",)),
+    served.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128", "/p:a124,b124")),
+    served.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
+    served.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
+    served.ForksAtOnce: ("ledger", ("/k:b<a/k:c<b/",)),
+    served.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
+    served.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
+    served.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
     wrong.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
     wrong.ChannelsOf12Bits: ("oracle", ("width=12289",)),
     wrong.ChannelsUpTo12288: ("oracle", ("width=12289",)),
@@ -86,19 +86,19 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SumsOf256Chunks: ("oracle", ("lengths=16450",)),
     wrong.DecaysOf13Bits: ("oracle", ("lengths=8195",)),
     wrong.ValuesUpTo512: ("oracle", ("value_dim=515",)),
-    wrong.SlotsOf16Bits: ("oracle", ("spare=65536",)),
-    wrong.SlotsOf16BitsWithASign: ("oracle", ("spare=65536",)),
-    wrong.AcceptedOf7Bits: ("oracle", ("lengths=130+130+130",)),
-    wrong.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
-    wrong.DraftsUpTo256: ("oracle", ("lengths=2x260",)),
-    wrong.TransfersOfWholePages: ("ledger", ("key_dim=40 value_dim=40",)),
-    wrong.OneBufferOfGraphs: ("ledger", ("/d:a,b/v2:a1,b1,c1",)),
-    wrong.MaskOf32Rows: ("session", ("slots=260",)),
-    wrong.MaskOf64Rows: ("session", ("slots=260",)),
-    wrong.RowsUpTo256: ("session", ("slots=260",)),
-    wrong.AdmitsUpTo256: ("tags", ("/p:b2,c2,d2,e2,f2/f:b",)),
-    wrong.LeaksForkedSnapshots: ("slots", ("p:a64/k:b<a@/r:a/f:b", "p:a5/s:a/k:b<a@/r:a/f:b")),
-    wrong.ServedHeadsOf8Bits: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
+    served.SlotsOf16Bits: ("oracle", ("spare=65536",)),
+    served.SlotsOf16BitsWithASign: ("oracle", ("spare=65536",)),
+    served.AcceptedOf7Bits: ("oracle", ("lengths=130+130+130",)),
+    served.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
+    served.DraftsUpTo256: ("oracle", ("lengths=2x260",)),
+    served.TransfersOfWholePages: ("ledger", ("key_dim=40 value_dim=40",)),
+    served.OneBufferOfGraphs: ("ledger", ("/d:a,b/v2:a1,b1,c1",)),
+    served.MaskOf32Rows: ("session", ("slots=260",)),
+    served.MaskOf64Rows: ("session", ("slots=260",)),
+    served.RowsUpTo256: ("session", ("slots=260",)),
+    served.AdmitsUpTo256: ("tags", ("/p:b2,c2,d2,e2,f2/f:b",)),
+    served.LeaksForkedSnapshots: ("slots", ("p:a64/k:b<a@/r:a/f:b", "p:a5/s:a/k:b<a@/r:a/f:b")),
+    served.ServedHeadsOf8Bits: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     wrong.GateHeadsUpTo512: ("oracle", ("heads=513",)),
     wrong.TailsOfL2: ("oracle", ("width=515", "width=8195")),
     wrong.TailsOfGatedNorms: ("oracle", ("width=515", "width=8195")),
@@ -109,20 +109,24 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.LayerSequencesOf8Bits: ("oracle", ("1x259 packed=yes",)),
     wrong.LayerBatchesOf8Bits: ("oracle", ("1x259 key_dim",)),
     wrong.LayerHeadsOf8Bits: ("oracle", ("heads=16 value_heads=272",)),
-    wrong.MapsOf32Sequences: ("parallel", ("=1x32+4", "=1x129+4")),
-    wrong.MapsOf128Sequences: ("parallel", ("=1x129+4",)),
-    wrong.PathHeadsOf8Bits: ("parallel", ("heads=320 value_heads=960",)),
+    served.MapsOf32Sequences: ("parallel", ("=1x32+4", "=1x129+4")),
+    served.MapsOf128Sequences: ("parallel", ("=1x129+4",)),
+    served.PathHeadsOf8Bits: ("parallel", ("heads=320 value_heads=960",)),
 }
 # Right forms outside the zoo.
 RIGHT = {
     wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
-    wrong.ParentsOf7Bits: f"{HERE}:LongTrees",
+    served.ParentsOf7Bits: "tests/wrong_just_over_served.py:LongTrees",
     wrong.SpeedsOf1024Sequences: "tests/right_interfaces.py:FusedGates",
 }
 
 
+def spec_of(kind: type) -> str:
+    return f"{kind.__module__.replace('.', '/')}.py:{kind.__name__}"
+
+
 def domain_of(kind: type) -> Any:
-    return domain_in_a_check(f"{HERE}:{kind.__name__}")
+    return domain_in_a_check(spec_of(kind))
 
 
 def fixed(kind: type, law: str) -> Sequence[Example]:
@@ -142,10 +146,10 @@ def test_that_case_alone_shows_it_and_the_right_form_holds(kind: type) -> None:
     examples = fixed(kind, law)
     showing = [example for example in examples if any(text in str(example.case) for text in texts)]
     assert len(showing) == len(texts), [str(example.case)[:200] for example in examples]
-    broken = [example for example in examples if verdict_of(f"{HERE}:{kind.__name__}", law, example) is Verdict.BROKEN]
+    broken = [example for example in examples if verdict_of(spec_of(kind), law, example) is Verdict.BROKEN]
     assert broken == showing
     zoo = (f"zoo/{base.__name__}" for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
-    right = RIGHT.get(kind) or next(zoo, f"{HERE}:GathersAll")
+    right = RIGHT.get(kind) or next(zoo, spec_of(served.GathersAll))
     for example in showing:
         assert verdict_of(right, law, example) is Verdict.HOLDS, example
 
@@ -158,14 +162,14 @@ def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) 
     for seed in range(3):
         assert [example for example in in_a_check(law, domain, seed) if example in examples] == list(examples)
     others = [example for example in in_a_check(law, domain, 0) if example not in examples]
-    assert Verdict.BROKEN not in [verdict_of(f"{HERE}:{kind.__name__}", law, example) for example in others[:OTHERS]]
+    assert Verdict.BROKEN not in [verdict_of(spec_of(kind), law, example) for example in others[:OTHERS]]
 
 
 @pytest.mark.slow
 def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
-    examples = fixed(wrong.FewSlots, "session")
+    examples = fixed(served.FewSlots, "session")
     assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 5, 5, 5]
-    assert {verdict_of(f"{HERE}:FewSlots", "session", example) for example in examples} == {Verdict.HOLDS}
+    assert {verdict_of(spec_of(served.FewSlots), "session", example) for example in examples} == {Verdict.HOLDS}
 
 
 @pytest.mark.parametrize("words", ["padded=some", "accepted=some", "padded=some fresh=some"])
@@ -173,6 +177,6 @@ def test_of_very_many_requests_real_ones_are_judged(words: str) -> None:
     """Some of the requests are padding, or keep a part of their tokens. The judged ones are chosen among those that are real."""
     lengths = "+".join(["1", "2"] * 550) if "accepted" in words else "+".join(["1"] * 1100)
     line = f"law=oracle adapter={{}} op=decode lengths={lengths} packed=yes heads=64 value_heads=64 key_dim=1 value_dim=1 {words}"
-    right, of_16_bits = (execute(Run.parse(line.format(spec))) for spec in ("zoo/Serving", f"{HERE}:LaunchesOf16Bits"))
+    right, of_16_bits = (execute(Run.parse(line.format(spec))) for spec in ("zoo/Serving", spec_of(served.LaunchesOf16Bits)))
     assert (right.verdict, of_16_bits.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
     assert 0 < max(right.ratios.values()) < 1
