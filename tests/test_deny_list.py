@@ -1,5 +1,6 @@
 """The deny-list of `--deny` is in every question whose kernels follow a policy, and counts for that question alone."""
 
+import functools
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,7 @@ def test_questions_about_several_lines_and_compilations_have_it() -> None:
     defects, questions, run = known.of(RIGHT, denied=[ENTRY]), list[Launching](), Run.parse(LINE)
     compilers = SimpleNamespace(prepare=lambda question, *_, **__: questions.append(question))
     plan: Any = SimpleNamespace(_defects=defects.on("a card"), _compilers=compilers)
+    plan._words = functools.partial(Plan._words, plan)
     Plan._prepare(plan, run)
     worker: Any = Hearing(0.5)
     list(ask_all([run, run], worker, Store(), defects.deny_list))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.arithmetic import rounding
+from oracles.rule import in_chunks
 from oracles.tolerance import bound
 from properties.rules.case import Case
 from tests import right
@@ -72,3 +73,26 @@ def test_so_are_those_of_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < error_of(right.Hopper(), 4) < 0.4
     monkeypatch.setattr(right.Hopper, "bits", 8)
     assert error_of(right.Hopper(), 64) > 1
+
+
+def expected(a: Tensor) -> Tensor:
+    """The expected error of each row of T 1, with T = (I + A)^-1 in TF32, over many runs."""
+    arithmetic = rounding.Arithmetic.of("chunkwise", "fp16", "tf32", runs=65)
+    exact, *others = in_chunks._inverse(a.expand(65, *a.shape), arithmetic)[0]
+    return (torch.stack(others) - exact).sum(-1).square().mean(0).sqrt()
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+def test_what_merges_of_an_inverse_cut_off_is_expected_also_where_their_sums_cancel(
+    beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys are one, so that T has few numbers that are not nearly 0, and each merge adds up to them from larger ones."""
+    places = torch.arange(64.0, dtype=torch.float64)
+    a = (beta * 0.5 ** ((places[:, None] - places) / 64)).tril(-1)
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a)
+    merged = right.Tf32Inverse().solve(a.float(), torch.zeros(1))
+    error = (merged.double() - exact).sum(-1).abs()
+    assert 0.2 < (error / expected(a))[1:].max() < 2
+    monkeypatch.setattr(in_chunks, "MERGED", 64)
+    without = (error / expected(a))[1:].max()
+    assert without > 4 if beta == 1.0 else without < 2, "errors of A alone cancel as the sums do"

@@ -10,7 +10,7 @@ from verify.cli.verb_options import Cases, RepeatOptions, options_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 READ_BEFORE = {"own", "job", "no_settings", "path"}  # by settings.parse, which sets `adapters` and `settings`, and by main
-MADE = {"adapters", "settings", "lines", "given"}  # by settings.parse, by refuse, and by `judge`
+MADE = {"adapters", "settings", "lines", "after", "given"}  # by settings.parse, by refuse, and by `judge`
 
 
 def test_each_option_of_a_verb_is_a_field() -> None:
@@ -26,6 +26,7 @@ def test_each_option_of_a_verb_is_a_field() -> None:
 
 def test_options_are_frozen_and_complete() -> None:
     namespace = parser().parse_args(["repeat", "law=oracle", "--deadline", "7", "--interpreter", "sequential"])
+    namespace.after = []
     options = options_of(RepeatOptions, namespace)
     assert (options.deadline, options.sequential, options.ranks) == (7.0, True, None)
     with pytest.raises(dataclasses.FrozenInstanceError):

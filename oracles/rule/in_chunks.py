@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oracles.arithmetic.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
+from oracles.arithmetic.rounding import EXACT, FUNCTION_BITS, SINGLE, TF32_BITS, Arithmetic, summed
 from oracles.rule.scan import Scan, scanned, scanned_back, segment_chunks
 from oracles.rule.scores import decayed_scores, decayed_scores_back, factors_back, side_by_side, stacked_products, sums_from
 from oracles.rule.segments import Segment
 
+MERGED = 16  # tokens of the blocks of (I + A)^-1 that products merge
 NARROW = torch.float32  # dtype of chunkwise runs in half precision and TF32
 
 
@@ -164,7 +165,20 @@ def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     # merge after merge.
     a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
     solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
+    if arithmetic.inverse < EXACT and a.shape[-1] > MERGED:
+        # A merge T_ij = -T_ii sum_k A_ik T_kj reads T_kj in TF32 too. So T errs by -T L dT, with dT the error of T as an operand
+        # and L the part of A outside the diagonal blocks. Where keys repeat, the sums over k cancel, and errors of A cancel with
+        # them: T (dA) T has T on both sides. These errors do not.
+        operand = arithmetic.dither(solved, "T in merges", TF32_BITS) - solved
+        solved = solved - solved @ (a * _apart(a.shape[-1], a.dtype, a.device) @ operand)
     return solved, arithmetic.dither(solved, "T")
+
+
+@functools.lru_cache(64)
+def _apart(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1 for pairs of tokens in different blocks of MERGED, and 0 for others."""
+    blocks = torch.arange(tokens, device=device) // MERGED
+    return (blocks.unsqueeze(-1) != blocks).to(dtype)
 
 
 def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> Tensor:

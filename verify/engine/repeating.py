@@ -4,12 +4,14 @@ What an implementation keeps of one call can make a later call wrong. Then no si
 process runs in their order do.
 """
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from properties.words.example import Example
+from verify.adapters.registry import AdapterError
 from verify.engine.asking import ask, ask_afresh
 from verify.engine.explaining import Budget, explain, limit_s
 from verify.engine.shrink import Shrunk, shrink
@@ -100,9 +102,13 @@ def explain_repeating(
 
 
 def earlier(lines: Sequence[str], run: Run) -> list[Run]:
-    """The runs that a process ran before the last time that it ran `run`. `lines` has all that it ran, in their order."""
+    """The runs that a process ran before the last time that it ran `run`. `lines` has all that it got, in their order."""
     last = max((place for place, line in enumerate(lines) if line == str(run)), default=0)
-    return [Run.parse(line) for line in lines[max(0, last - MOST) : last]]
+    found = list[Run]()
+    for line in lines[max(0, last - MOST) : last]:
+        with contextlib.suppress(ValueError, AdapterError):  # it was no run
+            found.append(Run.parse(line))
+    return found
 
 
 def after_fewest(
