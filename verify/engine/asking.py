@@ -289,7 +289,7 @@ def ask_all(runs: Sequence[Run], worker: Answering, store: Store, defects: Known
             before, outcome = outcome, ask(run, worker, store, defects=defects)
             if before is not None and outcome.verdict is Verdict.HOLDS and before.worst >= CLEAR:
                 outcome = before
-        loss = loss if outcome.verdict is Verdict.HOLDS else ""
+        loss = "" if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) else loss
         yield Outcome(Verdict.UNKNOWN, reason=loss) if loss and index == len(runs) - 1 else outcome
 
 

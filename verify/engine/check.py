@@ -287,6 +287,8 @@ class Check:
                 with self._lock:
                     self._waiting.append(law_check)
                 return None
+            if report.cut_short and not report.counts:
+                return None  # it began, and its turn never came
             if report.cut_short or (self._stopped.is_set() and report.verdict is not Verdict.BROKEN):
                 self.unfinished.append(report)
                 return None

@@ -363,7 +363,10 @@ class LawCheck:
             if any(denial.launched([kernel]) for denial in self._state.defects.denials(run))
         }
         if ran and run.tune.isdecimal():
-            run = dataclasses.replace(run, tune=str(policies.repeating(ran, int(run.tune))))
+            named = dataclasses.replace(run, tune=str(policies.repeating(ran, int(run.tune))))
+            for others in (self._before, self._needed):
+                others |= {named: others[run]} if run in others else {}
+            run = named
         if self._broken is None:
             self._marginal = outcome.worst < CLEAR
         if self._broken is None or outcome.worst > self._broken[1].worst:
@@ -380,13 +383,16 @@ class LawCheck:
         because it may arrive late and belong to the case before.
         """
         by_sanitizer, state = outcome.kind is FailureKind.SANITIZER, self._state
-        before = earlier(self._worker.ran, run) if outcome.verdict is Verdict.BROKEN else []
-        defect = self._state.defects.explain(run, outcome)
+        defect = state.defects.explain(run, outcome)
+        by_chance = by_sanitizer or run.example.variant in AT_ONCE
+        if outcome.verdict is Verdict.BROKEN and not defect and not by_chance:
+            self._before[run] = earlier(self._worker.ran, run)
         afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process and not defect
-        chances = CHANCES if afresh and run.example.variant in AT_ONCE else 1
+        chances = CHANCES if afresh and by_chance else 1
         again = outcome.lost or by_sanitizer or afresh
         if again and all(self._ask_afresh(run).verdict is not Verdict.BROKEN for _ in range(chances)):
-            if not by_sanitizer and (needed := after_fewest(run, before, self._worker, state.store, state.defects, state.stopped)):
+            before = self._before.get(run, ())
+            if needed := after_fewest(run, before, self._worker, state.store, state.defects, state.stopped):
                 self._needed[run] = needed
                 return outcome
             # The host may have killed the worker: nothing shows that this case is at fault.
@@ -398,7 +404,6 @@ class LawCheck:
             outcome.verdict = Verdict.KNOWN
             if defect.kernel and outcome.lost:
                 self._state.defects.deny(defect)
-        self._before[run] = before
         return outcome
 
     def explain(self) -> LawReport:
