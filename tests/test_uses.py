@@ -148,6 +148,14 @@ def test_a_process_begins_with_calls_that_fail(seed: int, worker: Worker, tmp_pa
     assert any("variant=failed" in line for line in (*history.after, history.run))
 
 
+@pytest.mark.parametrize("trace", ["p:a5", "p:a5,b6/d:b,a"])
+def test_a_batch_belongs_to_the_engine_for_one_step(trace: str) -> None:
+    line = f"law=session adapter={{}} op=serving trace={trace} slots=2"
+    kinds = {"WindowsOfTheBatch": Verdict.BROKEN, "KeepsItsBatches": Verdict.HOLDS}
+    for name, verdict in kinds.items():
+        assert execute(Run.parse(line.format(f"{HERE}:{name}"))).verdict is verdict, name
+
+
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 @pytest.mark.slow_after_first
 def test_right_code_that_comes_near_holds(kind: type) -> None:

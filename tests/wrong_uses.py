@@ -10,7 +10,8 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from properties.pools.domain import POOL_VIEWS
-from properties.traces.case import Batch
+from properties.traces.case import Batch, Sizes
+from properties.traces.domain import TraceDomain
 from properties.words.domain import VIEWS
 from verify.adapters.gdn.layer import GatedDeltaNet
 from verify.zoo.base import Chunkwise, Layered, Serving
@@ -18,6 +19,7 @@ from verify.zoo.modules import Conv
 from verify.zoo.wrong_histories import ServesAgain
 from verify.zoo.wrong_paths import Mutant
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
+from verify.zoo.wrong_traces import Serves
 
 Spans = list[tuple[int, int]]
 
@@ -145,6 +147,36 @@ class TableBeforeItIsFull(Serving):
             self._kept[len(tokens)] = torch.zeros(len(tokens), dtype=torch.int64)
             self._kept[len(tokens)].add_(torch.arange(len(tokens)))
         return super().run(x.replaced(v=tokens[self._kept[len(tokens)]].view_as(x.v)))
+
+
+class WindowsOfTheBatch(Serves):
+    """The window of a request after a prompt is that of the batch's own tensor, when somebody asks for it."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.inputs: dict[str, Tensor] = {}
+
+    def prefill(self, batch: Batch) -> Tensor:
+        o = super().prefill(batch)
+        self.inputs = dict(zip(batch.requests, batch.mixed.split(list(batch.lengths)), strict=True))
+        return o
+
+    def decode(self, batch: Batch) -> Tensor:
+        self.inputs = {}
+        return super().decode(batch)
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        state, window = super().contents(owner)
+        last = self.inputs.get(owner)
+        if last is None or len(last) < window.shape[1]:
+            return state, window
+        return state, last[len(last) - window.shape[1] :].mT
+
+
+class KeepsItsBatches(WindowsOfTheBatch):
+    """Right: the domain says that nobody fills the tensors of a batch again."""
+
+    domain = TraceDomain(refills=False)
 
 
 class SlotsOfSnapshotsFirst(ServesAgain):

@@ -122,6 +122,7 @@ class Guarded:
         self, bench: EngineBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
     ) -> None:
         self.bench, self.engine, self.sizes, self.guards, self.buffers = bench, engine, sizes, guards, buffers
+        self.given: list[Tensor] = []  # the tensors of the batch that the engine has
         if not isinstance(engine, Engine):
             raise AdapterFault(
                 "open", FailureKind.TYPE, f"returned {type(engine).__name__}, must return an Engine", detail="engine"
@@ -191,11 +192,15 @@ class Guarded:
 
     def prefill(self, batch: Batch) -> Tensor:
         """Process prompts."""
-        return self._rows("prefill", batch)
+        o = self._rows("prefill", batch)
+        self._reuse()
+        return o
 
     def decode(self, batch: Batch) -> Tensor:
         """Process a token of each row."""
-        return self._rows("decode", batch)
+        o = self._rows("decode", batch)
+        self._reuse()
+        return o
 
     def verify(self, batch: Batch) -> Tensor:
         """Process drafts."""
@@ -204,6 +209,7 @@ class Guarded:
     def commit(self, accepted: Sequence[int]) -> None:
         """Keep the accepted tokens."""
         self.bench.call("commit", self.engine.commit, accepted)
+        self._reuse()
 
     def fork(self, new: str, old: str, *, snapshot: bool) -> None:
         """Begin a request from another one."""
@@ -225,11 +231,18 @@ class Guarded:
         """Give the slots of a request back."""
         self.bench.call("free", self.engine.free, request)
 
+    def _reuse(self) -> None:
+        """Clear the tensors of the batch, as a server fills them again for its next step."""
+        for x in self.given if self.bench.domain.refills else ():
+            x.zero_()
+        self.given = []
+
     def _rows(self, name: str, batch: Batch) -> Tensor:
         """Call the engine with a batch and check the outputs. AdapterFault for another type, shape or dtype."""
         tensors = {key: getattr(batch, key).to(self.bench.device, non_blocking=True) for key in ("mixed", "a", "b")}
         guards = self.bench.guarded(tensors, self.buffers)
         self.bench.padding_rows = batch.real.count(False) if self.sizes.padding_slot >= 0 else 0
+        self.given = [guards[key] for key in tensors]
         batch = dataclasses.replace(batch, mixed=guards["mixed"], a=guards["a"], b=guards["b"])
         with guards.known(), self.guards.known():
             o = self.bench.call(name, getattr(self.engine, name), batch)
