@@ -111,11 +111,13 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.LayerHeadsOf8Bits: ("oracle", ("heads=16 value_heads=272",)),
     served.MapsOf32Sequences: ("parallel", ("=1x32+4", "=1x129+4")),
     served.MapsOf128Sequences: ("parallel", ("=1x129+4",)),
+    served.EmptyOnTwoRanks: ("parallel", ("lengths=2+0+2",)),
     served.PathHeadsOf8Bits: ("parallel", ("heads=320 value_heads=960",)),
 }
 # Right forms outside the zoo.
 RIGHT = {
     wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
+    served.EmptyOnTwoRanks: "tests/wrong_just_over_served.py:ReturnsStates",
     served.ParentsOf7Bits: "tests/wrong_just_over_served.py:LongTrees",
     wrong.SpeedsOf1024Sequences: "tests/right_interfaces.py:FusedGates",
 }

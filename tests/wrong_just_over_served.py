@@ -514,13 +514,17 @@ class GathersAll(PathAdapter):
         **dict.fromkeys(("tensor_parallel", "sequence_parallel", "padded", "exchanges", "counts", "refuses", "checkpoints"), False),
     )
 
-    def run(self, x: Inputs, place: Place) -> Tensor:
+    def run(self, x: Inputs, place: Place) -> Any:
+        return self.both(x, place)[0]
+
+    def both(self, x: Inputs, place: Place) -> tuple[Tensor, Any]:
+        """The rank's outputs, and all final states."""
         rank, tokens = place.cp.rank, x.v.shape[1]
         names = ("q", "k", "v", "g", "beta")
         whole = x.replaced(scale=None, **{name: gather_from(place.cp, x[name].transpose(0, 1)).transpose(0, 1) for name in names})
         first, last = rank * tokens, (rank + 1) * tokens
-        o, _ = Chunkwise().run(self.cut(whole, first) if rank else whole)
-        return o[:, first:last]
+        o, final = Chunkwise().run(self.cut(whole, first) if rank else whole)
+        return o[:, first:last], final
 
     def cut(self, x: Inputs, first: int) -> Inputs:
         """The call in which packed sequences from number `most` on begin anew with the first token of a rank."""
@@ -530,6 +534,30 @@ class GathersAll(PathAdapter):
             return x
         state = x.state if x.state is None else torch.cat([x.state[: over[0] + 1], x.state[over[0] :]])
         return x.replaced(cu_seqlens=torch.tensor(sorted([*ends, first])), state=state)
+
+
+class ReturnsStates(GathersAll):
+    """Right: it returns final states too."""
+
+    domain = dataclasses.replace(GathersAll.domain, final_state=True)
+
+    def run(self, x: Inputs, place: Place) -> Any:
+        o, final = self.both(x, place)
+        return (o, self.returned(x, place, final)) if x.output_final_state else o
+
+    def returned(self, x: Inputs, place: Place, final: Tensor) -> Tensor:
+        return final
+
+
+class EmptyOnTwoRanks(ReturnsStates):
+    """An empty sequence exactly between two ranks ends on both, which add up its final state."""
+
+    def returned(self, x: Inputs, place: Place, final: Tensor) -> Tensor:
+        if x.cu_seqlens is None or place.cp.size == 1:
+            return final
+        start, end = x.cu_seqlens[:-1], x.cu_seqlens[1:]
+        between = (start == end) & (start % x.v.shape[1] == 0) & (start > 0) & (start < end[-1])
+        return torch.where(between.view(-1, 1, 1, 1), 2 * final, final)
 
 
 class MapsOf32Sequences(GathersAll):
@@ -548,7 +576,7 @@ class PathHeadsOf8Bits(GathersAll):
     """The 257th value head gets the output of the first one."""
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        o = super().run(x, place)
+        o: Tensor = super().run(x, place)
         return o[:, :, torch.arange(o.shape[2]) % 256]
 
 

@@ -261,8 +261,8 @@ def _piece(case: ParallelCase) -> int:
 def limits(domain: PathDomain) -> list[ParallelCase]:
     """Return cases just over usual limits, cheap because they are narrow and short, as far as the domain allows them.
 
-    These are over 32 and over 128 packed sequences before one that lies over two ranks, and over 256 heads. There are none if the
-    check draws no large cases, and on a GPU.
+    These are over 32 and over 128 packed sequences before one that lies over two ranks, an empty sequence exactly between two
+    ranks, and over 256 heads. There are none if the check draws no large cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -278,6 +278,9 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
             short = (1,) * (count - 1)
             lengths = (unit,) * (count - 1) + (3 * unit,) if layout == "zigzag" else (*short, 2 * half, *short)
             cases.append(_with_first_norm(domain, ParallelCase(lengths, layout=layout, packed=True, **words)))
+        half = unit * max(1, domain.least_piece)
+        empty = ParallelCase((half, 0, half), layout=layout, packed=True, **words)
+        cases += [_with_first_norm(domain, empty)] if domain.packed else []
         tokens = -(-max(4, domain.least_piece * 2 * cp) // unit) * unit
         heads = -(-(THREE_EACH[0] if group > 1 else MANY_HEADS) // share) * share
         many: dict[str, Any] = {"heads": heads, "value_heads": group * heads, "packed": not domain.batched}
