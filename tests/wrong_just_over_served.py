@@ -154,6 +154,13 @@ class LaunchesOf16Bits(Serving):
         return torch.cat([programs[:most], programs[begins:][: max(0, len(programs) - most)]]).view(o.shape)
 
 
+class FlagsOfTheFirstLaunch(Serving):
+    """Requests behind the first 65,535 programs begin anew if those of the first launch do, whose flags they read."""
+
+    def begins(self, x: Inputs, request: int) -> bool:
+        return super().begins(x, request % ((2**16 - 1) // x.v.shape[2]))
+
+
 # Traces
 
 

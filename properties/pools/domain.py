@@ -204,12 +204,12 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many of which some begin; as many with so many
-    heads that there are over 65,535 programs, one for each request and head, and that the first 65,535 end inside a request; over
-    256 requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without tokens,
-    of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these;
-    trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value heads for one key head; and
-    sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many of which some begin; as many of these with so
+    many heads that there are over 65,535 programs, one for each request and head, of which the first 65,535 end inside a request;
+    over 256 requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without
+    tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly
+    these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value heads for one key
+    head; and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -229,12 +229,13 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         "padding_slot": (domain.padding_slots or ("-1",))[0],
         "indices": domain.indices[0],
     }
+    begin = "some" if domain.fresh else "none"
     few = _MOST_NUMBERS // (key_dim * value_dim) - MANY_SEQUENCES - 1
     groups = (THREE_EACH, MANY_EACH) if rule.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
-        PoolCase((1,) * MANY_SEQUENCES, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
+        PoolCase((1,) * MANY_SEQUENCES, fresh=begin, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
         PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
