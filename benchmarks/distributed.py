@@ -136,7 +136,7 @@ def rate(
 
     Both the warm-up (WARM) and the cases that are measured (--cases) are `times` as many.
     """
-    from properties.paths.domain import path_cases
+    from properties.paths.drawing import path_cases
 
     most = most_at_once(PATH_LAWS[law], group, device)
     done, start, warm = 0, 0.0, 0

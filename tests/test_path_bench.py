@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from properties.laws.law import Pair
 from properties.paths.case import ParallelCase
-from properties.paths.domain import PathDomain, form_of, path_cases, with_forms
+from properties.paths.domain import PathDomain, form_of, with_forms
+from properties.paths.drawing import path_cases
 from properties.paths.laws import PATH_LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from properties.laws.law import Law, all_variants, either
 from properties.paths import checks
 from properties.paths.case import CHOICES, ParallelCase
-from properties.paths.domain import MESHES, PathDomain, case_ranks, limits, path_cases, unequal
+from properties.paths.domain import MESHES, PathDomain, case_ranks
+from properties.paths.drawing import limits, path_cases, unequal
 from properties.paths.illegal import JUDGED, illegal_of, lacking_for
 from properties.words.example import Example
 
