@@ -149,6 +149,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("repeat", f"law=strides adapter={RIGHT} lengths=3"), ("variant", "sliced")),
     (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
     (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
+    (("repeat", f"  adapter={RIGHT} law=orcale lengths=3"), ("'orcale'", "oracle")),  # in any order, and with spaces before
     (("repeat",), ("LINE",)),
     (("repeat", f"law=oracle adapter={RIGHT} lengths=3", f"law=orcale adapter={RIGHT} lengths=4"), ("'orcale'", "oracle")),
     (("repeat", f"law=oracle adapter={RIGHT} lengths=3 device=cuda", f"law=oracle adapter={RIGHT} lengths=4"), ("one device",)),

@@ -158,6 +158,16 @@ def test_a_failure_after_others_has_the_fewest_of_them_each_as_small_as_can_be(t
     assert (alone.repeats, alone.after) == ("no", ())
 
 
+@pytest.mark.parametrize("period", [2, 3])
+def test_a_failure_by_chance_is_not_laid_on_earlier_runs(period: int, tmp_path: pathlib.Path) -> None:
+    """It fails in some processes, whatever they ran before."""
+    worker: Any = Processes(lambda run, before, process: WRONG if process % period == 0 and before else RIGHT)
+    before = [Run.parse(f"law=oracle adapter={SPEC} lengths={length} key_dim=8 value_dim=8") for length in range(1, 30)]
+    found = Run.parse(FOUND)
+    result = explain_repeating(found, WRONG, worker, Store(tmp_path), NO_DEFECTS, threading.Event(), before=before)
+    assert (result.repeats, result.after) == ("no", ())
+
+
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=4, unique=True), st.integers(61, 90))
 def test_the_fewest_runs_are_found_and_in_their_order(needed: list[int], count: int) -> None:
     tried: list[Sequence[Any]] = []

@@ -96,3 +96,14 @@ def test_what_merges_of_an_inverse_cut_off_is_expected_also_where_their_sums_can
     monkeypatch.setattr(in_chunks, "MERGED", 64)
     without = (error / expected(a))[1:].max()
     assert without > 4 if beta == 1.0 else without < 2, "errors of A alone cancel as the sums do"
+
+
+def test_merges_of_operands_that_lose_five_bits_more_are_over_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 times what is expected is allowed (oracles/tolerance/bound.py)."""
+    places = torch.arange(64.0, dtype=torch.float64)
+    a = (0.5 ** ((places[:, None] - places) / 64)).tril(-1)
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a)
+    for bits, over in ((10, False), (5, True)):
+        monkeypatch.setattr(right, "_Truncated", truncating(bits))
+        merged = right.Tf32Inverse().solve(a.float(), torch.zeros(1))
+        assert bool(((merged.double() - exact).sum(-1).abs() / expected(a))[1:].max() > 12) is over

@@ -79,8 +79,8 @@ def limits(domain: Domain) -> list[Case]:
     batch, and over 1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
-    over 128. There are none if the check draws no long cases, and
-    if kernels are compiled (a `reach` above 1), because they compile for few widths.
+    over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile
+    for few widths.
     """
     step, apart, quick = domain.length_step, not domain.batched, domain.drawing.quick
 

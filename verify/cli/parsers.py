@@ -103,7 +103,7 @@ def refuse(options: argparse.Namespace) -> None:
         check_spec(f"{ANSWERS}{options.folder}:{options.answers}")
     if options.verb == "across":
         text = " ".join(options.asked)
-        options.lines = _lines(text.strip()) if text.startswith("law=") else []
+        options.lines = _lines(text) if text.startswith("law=") else []
         for line in options.lines:
             _check_line(line)
         if not options.lines:
@@ -134,8 +134,9 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines in a text. Each begins with its law."""
-    return re.split(r"\s+(?=law=)", text)
+    """The lines in a text. Several begin with their laws each; the words of one may have any order."""
+    text = text.strip()
+    return re.split(r"\s+(?=law=)", text) if text.startswith("law=") else [text]
 
 
 def _check_line(line: str) -> None:

@@ -384,11 +384,11 @@ class LawCheck:
         """
         by_sanitizer, state = outcome.kind is FailureKind.SANITIZER, self._state
         defect = state.defects.explain(run, outcome)
-        by_chance = by_sanitizer or run.example.variant in AT_ONCE
-        if outcome.verdict is Verdict.BROKEN and not defect and not by_chance:
+        by_timing = run.example.variant in AT_ONCE
+        if outcome.verdict is Verdict.BROKEN and not (defect or by_sanitizer or by_timing):
             self._before[run] = earlier(self._worker.ran, run)
         afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process and not defect
-        chances = CHANCES if afresh and by_chance else 1
+        chances = CHANCES if afresh and by_timing else 1
         again = outcome.lost or by_sanitizer or afresh
         if again and all(self._ask_afresh(run).verdict is not Verdict.BROKEN for _ in range(chances)):
             before = self._before.get(run, ())

@@ -7,7 +7,7 @@ process runs in their order do.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from properties.words.example import Example
@@ -23,8 +23,8 @@ from verify.process.worker import Worker
 from verify.ranks.group import Answering
 
 YES, AFRESH, AFTER, NO = "yes", "only afresh", "after others", "no"  # whether a failure repeats
-MOST = 512  # earlier runs of a process that are tried, the last ones before the failure
 FACTOR = 8  # first the last one alone, then so many times as many each time: most failures need a recent run
+AGAIN = 2  # further processes that must agree, with these runs and without
 AFTERWARDS = 1 / 2  # of the CPU time of shrinking, as much more for the runs after which the smallest case fails
 
 
@@ -101,11 +101,12 @@ def explain_repeating(
     return after_others(dataclasses.replace(smallest, small=dataclasses.replace(small, neighbours=(), others=()), repeats=NO))
 
 
-def earlier(lines: Sequence[str], run: Run) -> list[Run]:
-    """The runs that a process ran before the last time that it ran `run`. `lines` has all that it got, in their order."""
+def earlier(lines: Iterable[str], run: Run) -> list[Run]:
+    """The runs that a process ran before the last time that it ran `run`. `lines` are the last ones that it got, in their order."""
+    lines = list(lines)
     last = max((place for place, line in enumerate(lines) if line == str(run)), default=0)
     found = list[Run]()
-    for line in lines[max(0, last - MOST) : last]:
+    for line in lines[:last]:
         with contextlib.suppress(ValueError, AdapterError):  # it was no run
             found.append(Run.parse(line))
     return found
@@ -114,18 +115,27 @@ def earlier(lines: Sequence[str], run: Run) -> list[Run]:
 def after_fewest(
     run: Run, before: Sequence[Run], worker: Answering, store: Store, defects: KnownDefects, stopped: threading.Event
 ) -> list[Run]:
-    """The fewest runs found, of those `before` a run in its process, after which it is broken in a fresh process. Perhaps none."""
+    """The fewest runs found, of those `before` a run in its process, after which it is broken in a fresh process. Perhaps none.
+
+    Chance is not laid on them: the run must also be broken after them in AGAIN further processes, and hold in as many without them.
+    """
     budget = Budget(run, limit_s(run), worker.deadline_s, stopped)
-    return fewest(before, lambda runs: _fails_after(runs, run, worker, store, defects, budget))
+    found = fewest(before, lambda runs: _fails_after(runs, run, worker, store, defects, budget))
+
+    def breaks(*after: Run) -> bool:
+        return ask_afresh(run, worker, store, defects, always=True, after=after).verdict is Verdict.BROKEN
+
+    certain = found and all(breaks(*found) and not breaks() for _ in range(AGAIN))
+    return found if certain else []
 
 
 def fewest(runs: Sequence[Run], fails: Callable[[Sequence[Run]], bool | None]) -> list[Run]:
     """The fewest of the `runs` found after which something fails, in their order. Empty if it does not fail after all of them.
 
     `fails(some)` returns whether it fails after these in a new process, and None if no attempts are left. Without any run it does
-    not fail. If some runs that fail begin at the latest place at which they do, their first is needed: without it, they do not
-    fail. We find this place by halves, keep the run, and go on with those behind it. So k of n runs take about k log2(n) attempts.
-    Whatever `fails` returns, what we return is a list that failed.
+    not fail. We find by halves the latest place from which on the runs make it fail. The run there is needed: from the next place
+    on, it does not fail. We keep this run, and go on with those behind it. So k of n runs take about k log2(n) attempts. Whatever
+    `fails` returns, what we return is a list that failed.
     """
     size = 1
     while not fails(runs[-size:]):

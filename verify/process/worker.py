@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -36,6 +37,7 @@ CLOSE_S = 3.0  # how long adapters may take to close before their worker is kill
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
+LINES = 512  # of what a process ran, so many are known: a failure may need them
 SERVICE = "verify.execution.service:answer"
 IMPORTS = (
     "torch.fx.experimental.symbolic_shapes",  # torch's first backward pass imports it
@@ -110,7 +112,7 @@ class Worker:
         self._starting = threading.Lock()
         self._closed = self._starts = self._closes = False
         self.started, self.start_s = 0, 0.0  # processes that were started, and the seconds until they had answered once
-        self.ran: list[str] = []  # the lines that the last process was asked to run, in their order
+        self.ran = deque[str](maxlen=LINES)  # the last lines that the last process was asked to run, in their order
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Data:
         """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
@@ -122,7 +124,8 @@ class Worker:
                     self.launch()
                 if new := self._starts:
                     self._answer(START_S)  # {}, which it sends when it is ready
-                    self._starts, self.ran = False, []
+                    self._starts = False
+                    self.ran.clear()
                 self.ran += lines_of(question)
                 self.send(question, deadline_s)
                 answer = self._answer(deadline_s)

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -22,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from verify.process.choices import BACKENDS
 from verify.process.messages import Data, Failure, Join, OfRank, Outcomes, Question, Reaction, answer_of, lines_of
 from verify.process.outcome import Outcome
-from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
+from verify.process.worker import LINES, SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
 
@@ -130,7 +131,7 @@ class Group:
         self._seats, self._meeting = list(seats), meeting
         self._generation = 0
         self.started, self.start_s = 0, 0.0  # as those of a Worker, over all ranks
-        self.ran: list[str] = []  # as that of a Worker
+        self.ran = deque[str](maxlen=LINES)  # as that of a Worker
         self._asking = threading.RLock()
         self._closed = False
 
@@ -156,7 +157,7 @@ class Group:
             try:
                 if not self.alive:
                     self._start()
-                    self.ran = []
+                    self.ran.clear()
                 self.ran += lines_of(question)
                 answers, waited = self._put([question] * self.size, deadline_s)
                 merged = merge(answers, waited)
