@@ -33,6 +33,11 @@ def verdicts_of(
     return found
 
 
+def spec_of(kind: type) -> str:
+    """The spec of an adapter's class in a file of the tests."""
+    return f"{kind.__module__.replace('.', '/')}.py:{kind.__name__}"
+
+
 def domain_in_a_check(spec: str) -> Any:
     """The domain of an adapter of plain torch with the sizes of a check's cases."""
     adapter: Any = judging.adapter_of(spec)

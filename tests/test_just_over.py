@@ -9,7 +9,7 @@ from properties.books import book_of
 from properties.words.example import Example
 from tests import wrong_just_over as wrong
 from tests import wrong_just_over_served as served
-from tests.drawn import domain_in_a_check, in_a_check
+from tests.drawn import domain_in_a_check, in_a_check, spec_of
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.process.outcome import Verdict
@@ -122,10 +122,6 @@ RIGHT = {
     served.ParentsOf7Bits: "tests/wrong_just_over_served.py:LongTrees",
     wrong.SpeedsOf1024Sequences: "tests/right_interfaces.py:FusedGates",
 }
-
-
-def spec_of(kind: type) -> str:
-    return f"{kind.__module__.replace('.', '/')}.py:{kind.__name__}"
 
 
 def domain_of(kind: type) -> Any:

@@ -15,7 +15,8 @@ from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
 from tests import wrong_uses as wrong
-from tests.drawn import domain_in_a_check, in_a_check
+from tests import wrong_ways as ways
+from tests.drawn import domain_in_a_check, in_a_check, spec_of
 from tests.together import for_each
 from verify.engine.check import Check
 from verify.engine.profiles import PROFILES
@@ -26,7 +27,6 @@ from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 
-HERE = "tests/wrong_uses.py"
 # The law that shows each of them, and its variant, or "" if the law has none.
 SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.KeysLikeQueries: ("strides", "mixed"),
@@ -39,25 +39,25 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.DenseOffsets: ("strides", "indices"),
     wrong.DenseSlots: ("strides", "indices"),
     wrong.DenseAccepted: ("strides", "indices"),
-    wrong.NoLossOfOutputs: ("recompute", "one_output"),
-    wrong.NoLossOfStates: ("recompute", "one_output"),
-    wrong.ValuesOnTheGraph: ("recompute", "cleared"),
-    wrong.StatesOnTheGraph: ("recompute", "cleared"),
-    wrong.KeepsTheFirstCotangent: ("recompute", "twice"),
-    wrong.DecaysWhatItKeeps: ("recompute", "twice"),
-    wrong.OutputsOnTheGraph: ("recompute", "cleared"),
+    ways.NoLossOfOutputs: ("recompute", "one_output"),
+    ways.NoLossOfStates: ("recompute", "one_output"),
+    ways.ValuesOnTheGraph: ("recompute", "cleared"),
+    ways.StatesOnTheGraph: ("recompute", "cleared"),
+    ways.KeepsTheFirstCotangent: ("recompute", "twice"),
+    ways.DecaysWhatItKeeps: ("recompute", "twice"),
+    ways.OutputsOnTheGraph: ("recompute", "cleared"),
     wrong.StatelessInference: ("history", "inference"),
     wrong.KnowsVersions: ("history", "inference"),
-    wrong.UndoubledDecodes: ("history", "inference"),
+    ways.UndoubledDecodes: ("history", "inference"),
     wrong.KeepsMasks: ("history", "inference"),
     wrong.SlotsByVersion: ("history", "inference"),
-    wrong.NormOfTheLastCall: ("recompute", "between"),
-    wrong.BetaInFour: ("recompute", "between"),
-    wrong.OneTokenOfASum: ("recompute", "sums"),
-    wrong.FrozenTaps: ("recompute", "frozen"),
-    wrong.OutputsInTurn: ("history", "no_grad"),
-    wrong.TapsByVersion: ("history", "no_grad"),
-    wrong.DecodesInTurn: ("history", "inference"),
+    ways.NormOfTheLastCall: ("recompute", "between"),
+    ways.BetaInFour: ("recompute", "between"),
+    ways.OneTokenOfASum: ("recompute", "sums"),
+    ways.FrozenTaps: ("recompute", "frozen"),
+    ways.OutputsInTurn: ("history", "no_grad"),
+    ways.TapsByVersion: ("history", "no_grad"),
+    ways.DecodesInTurn: ("history", "inference"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),
     wrong.SpansByPrefix: ("history", "refill"),
@@ -65,32 +65,32 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
 }
 RIGHT: dict[type, tuple[str, str]] = {
     wrong.SaysDenseOffsets: ("strides", "mixed"),
-    wrong.AnyLoss: ("recompute", "one_output"),
-    wrong.ChecksVersions: ("recompute", "cleared"),
-    wrong.OwnCopyOnTheGraph: ("recompute", "cleared"),
+    ways.AnyLoss: ("recompute", "one_output"),
+    ways.ChecksVersions: ("recompute", "cleared"),
+    ways.OwnCopyOnTheGraph: ("recompute", "cleared"),
     wrong.KeepsCleanMasks: ("history", "inference"),
-    wrong.SaysOutputsChange: ("history", "no_grad"),
-    wrong.TapsByContents: ("history", "no_grad"),
+    ways.SaysOutputsChange: ("history", "no_grad"),
+    ways.TapsByContents: ("history", "no_grad"),
 }
 # Wrong in what several variants show: the order of backward passes.
-ORDERS = (wrong.StatesInTurn, wrong.StatesOnAStack, wrong.ScratchOfTheLastBackward)
+ORDERS = (ways.StatesInTurn, ways.StatesOnAStack, ways.ScratchOfTheLastBackward)
 OF_PATHS = ("parallel", "repeats", "replicas", "accumulated", "earlier")  # the laws that run a path on few ranks
 FEW = 2  # examples of each law and variant that do not show it
 
 
 def domain_of(kind: type) -> Any:
-    return domain_in_a_check(f"{HERE}:{kind.__name__}")
+    return domain_in_a_check(spec_of(kind))
 
 
 def right_form(kind: type) -> str:
-    """The spec of its first base that is right: one of tests/wrong_uses.py that says so, or one of the zoo."""
-    ours = [base.__name__ for base in kind.__mro__ if (base.__doc__ or "").startswith("Right:")]
+    """The spec of its first base that is right: one of the same file that says so, or one of the zoo."""
+    ours = [base for base in kind.__mro__ if (base.__doc__ or "").startswith("Right:")]
     known = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("verify.zoo.")]
-    return f"{HERE}:{ours[0]}" if ours else f"zoo/{known[0]}"
+    return spec_of(ours[0]) if ours else f"zoo/{known[0]}"
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
-    return execute(Run(law, f"{HERE}:{kind.__name__}", example))
+    return execute(Run(law, spec_of(kind), example))
 
 
 def of_variant(kind: type, law: str, variant: str, seed: int) -> list[Example]:
@@ -126,7 +126,7 @@ def test_no_other_law_or_variant_shows_it(kind: type) -> None:
 @pytest.mark.slow
 def test_calls_in_flight_have_packings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "law=earlier variant=in_flight adapter={} lengths=4+8+12 packed=yes cp=2 heads=2 value_heads=2"
-    wrong_line = line.format(f"{HERE}:OffsetsOfFourPackings")
+    wrong_line = line.format(spec_of(wrong.OffsetsOfFourPackings))
     assert execute(Run.parse(wrong_line)).verdict is Verdict.BROKEN
     assert execute(Run.parse(line.format("zoo/Mutant"))).verdict is Verdict.HOLDS
 
@@ -142,7 +142,7 @@ def test_calls_in_flight_have_packings_of_their_own(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow_after_first
 def test_a_process_begins_with_calls_that_fail(seed: int, worker: Worker, tmp_path: pathlib.Path) -> None:
     """In the process of another law, an earlier call has made the mask already, and no failure shows it."""
-    settings = Settings(f"{HERE}:OneMaskOfAFailure", ["pure", "history"], PROFILES["quick"], seed=seed)
+    settings = Settings(spec_of(wrong.OneMaskOfAFailure), ["pure", "history"], PROFILES["quick"], seed=seed)
     pure, history = Check(settings, [worker], Store(tmp_path)).run()
     assert (pure.verdict, history.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
     assert any("variant=failed" in line for line in (*history.after, history.run))
@@ -151,9 +151,8 @@ def test_a_process_begins_with_calls_that_fail(seed: int, worker: Worker, tmp_pa
 @pytest.mark.parametrize("trace", ["p:a5", "p:a5,b6/d:b,a"])
 def test_a_batch_belongs_to_the_engine_for_one_step(trace: str) -> None:
     line = f"law=session adapter={{}} op=serving trace={trace} slots=2"
-    kinds = {"WindowsOfTheBatch": Verdict.BROKEN, "KeepsItsBatches": Verdict.HOLDS}
-    for name, verdict in kinds.items():
-        assert execute(Run.parse(line.format(f"{HERE}:{name}"))).verdict is verdict, name
+    for kind, verdict in ((wrong.WindowsOfTheBatch, Verdict.BROKEN), (wrong.KeepsItsBatches, Verdict.HOLDS)):
+        assert execute(Run.parse(line.format(spec_of(kind)))).verdict is verdict, kind
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
