@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oracles.arithmetic.rounding import EXACT, FUNCTION_BITS, SINGLE, TF32_BITS, Arithmetic, summed
+from oracles.arithmetic.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
 from oracles.rule.scan import Scan, scanned, scanned_back, segment_chunks
 from oracles.rule.scores import decayed_scores, decayed_scores_back, factors_back, side_by_side, stacked_products, sums_from
 from oracles.rule.segments import Segment
@@ -166,11 +166,18 @@ def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
     solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
     if arithmetic.inverse < EXACT and a.shape[-1] > MERGED:
-        # A merge T_ij = -T_ii sum_k A_ik T_kj reads T_kj in TF32 too. So T errs by -T L dT, with dT the error of T as an operand
-        # and L the part of A outside the diagonal blocks. Where keys repeat, the sums over k cancel, and errors of A cancel with
-        # them: T (dA) T has T on both sides. These errors do not.
-        operand = arithmetic.dither(solved, "T in merges", TF32_BITS) - solved
-        solved = solved - solved @ (a * _apart(a.shape[-1], a.dtype, a.device) @ operand)
+        # With L the part of A outside the diagonal blocks, and D the blocks of T on the diagonal, merges solve T = D - D L T, so an
+        # error e of what D multiplies becomes -T e, and D^-1 dD L T is such an e. They read L, T, D and L T in TF32. Where keys
+        # repeat, sums of T cancel. The errors of A above cancel with them, as T (dA) T has T on both sides; these do not, nor do
+        # those of L, which the blocks on the diagonal lack. D^-1 is I + A - L.
+        outside = a * _apart(a.shape[-1], a.dtype, a.device)
+        sums = outside @ solved
+        blocks = solved * (1.0 - _apart(a.shape[-1], a.dtype, a.device))
+        operands = torch.stack([outside, solved, sums, blocks], -3)
+        errors = arithmetic.stacked(operands, ("L", "T in merges", "L T", "D"), arithmetic.inverse + 1).sub_(operands)
+        of_outside, of_solved, of_sums, of_blocks = errors.unbind(-3)
+        of_blocks = of_blocks + (a - outside) @ of_blocks
+        solved = solved - solved @ (of_outside @ solved + outside @ of_solved + of_sums + of_blocks @ sums)
     return solved, arithmetic.dither(solved, "T")
 
 
