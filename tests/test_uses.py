@@ -57,6 +57,8 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     ways.FrozenTaps: ("recompute", "frozen"),
     ways.OutputsInTurn: ("history", "no_grad"),
     ways.TapsByVersion: ("history", "no_grad"),
+    ways.WeightIntoTheProjection: ("history", "no_grad"),
+    ways.SquaresOfTheLastEvaluation: ("history", "gradients"),
     ways.DecodesInTurn: ("history", "inference"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from verify.zoo.base import Chunkwise, Layered, Serving
-from verify.zoo.modules import Conv
+from verify.zoo.modules import Conv, GatedNorm, NormGateLinear
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, Recomputes
 
 Spans = list[tuple[int, int]]
@@ -326,6 +326,43 @@ class TapsByContents(TapsByVersion):
 
     def current(self, kept: Any, weight: Tensor) -> bool:
         return kept is not None and torch.equal(kept[1], weight)
+
+
+class SquaresOfTheLastEvaluation(GatedNorm):
+    """A call with gradients takes the squares of the last call of its shape without: it may be the same call under a checkpoint."""
+
+    domain = dataclasses.replace(GatedNorm.domain, threads=False)
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Tensor] = {}
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        key = wide.shape, x.x.dtype
+        if torch.is_grad_enabled():
+            return super().squares(wide, x) if (kept := self.kept.pop(key, None)) is None else kept
+        kept = self.kept[key] = super().squares(wide, x)
+        return kept
+
+
+class WeightIntoTheProjection(NormGateLinear):
+    """Without gradients, the projection is kept with the weight in it, as `TapsByVersion` keeps taps."""
+
+    domain = dataclasses.replace(NormGateLinear.domain, threads=False)
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if self.keeps(x) else super().weighed(y, x)
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        if not self.keeps(x):
+            return super().projected(gated, x)
+        versions = x.linear._version, x.weight._version
+        kept = getattr(x.linear, "folded", None)
+        if kept is None or kept[0] != versions:
+            kept = x.linear.folded = versions, x.linear.detach() * x.weight.detach()
+        return torch.nn.functional.linear(gated, kept[1])
+
+    def keeps(self, x: Inputs) -> bool:
+        return not (x.weight is None or torch.is_grad_enabled() or x.linear.is_inference() or x.weight.is_inference())
 
 
 # Which gradients come and go

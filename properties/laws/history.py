@@ -42,6 +42,7 @@ LATER = 9  # calls after the first one: an implementation may keep what eight ca
 # are words for which no kernel is compiled.
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
 SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
+OPTIONAL = ("weight", "bias", "dt_bias")  # words that say whether a call has this parameter
 CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
@@ -58,7 +59,8 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
       packed sequences, two late offsets alone are other, and have the same sum.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
-    - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
+    - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors. After the
+      first comes one under `no_grad` with other numbers in the same shapes, as an evaluation between two steps of training.
     - `no_grad`: LATER calls under `no_grad` with other numbers in the same shapes. They must not change what the first returned.
       Then their tensors get the first call's numbers through `.data`, as optimizers and weight loaders do it, which leaves their
       versions as they are, and the implementation is called again.
@@ -165,6 +167,16 @@ def _with_settings(other: Any, case: Any, domain: Any, device: str, number: int)
     return other
 
 
+def complete(case: Any, domain: Any) -> Any:
+    """Return the case with every parameter in OPTIONAL that it and the domain can have."""
+    for name in OPTIONAL:
+        if getattr(case, name, True) is False:
+            with contextlib.suppress(ValueError):
+                changed = dataclasses.replace(case, **{name: True})
+                case = case if domain.outside(changed) else changed
+    return case
+
+
 def order_of(example: Example) -> int:
     """Return in which of two orders a history looks for other shapes and dtypes. The first of each are taken, and need kernels."""
     return example.case.seed % 2 if example.variant == "others" else 0
@@ -248,10 +260,13 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
     leaves, bounds = _leaves(case, inputs), bench.bounds(inputs, cotangents)
+    other = bench.call(with_others(case, bench.domain))[0]
     rounds = []
-    for _ in range(2):
+    for between in ((other,), ()):
         with torch.no_grad():
             rounds.append(bench.run(leaves, None, same_objects=True))
+            for evaluated in between:
+                bench.run(evaluated, None)
         rounds.append(bench.run(leaves, cotangents, same_objects=True))
     yield from pairs_of(rounds[0], bounds, "of a call under no_grad")
     yield from pairs_of(rounds[1], bounds, "of a call with gradients, after one under no_grad")
@@ -399,6 +414,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         plain = cases(domain, values="ordinary", packed=domain.packs).filter(
             lambda case: case.tokens > 0 and case.backward == domain.backward and (not domain.carries or case.state == "random")
         )
+        plain = plain.map(lambda case: complete(case, domain))  # what is kept of a parameter shows only where there is one
         step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
         packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * domain.packs
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
