@@ -25,11 +25,18 @@ class Judgement:
     """The result of one case's comparisons.
 
     `rows` is the number of rows compared. `ratios` maps each output to its largest error as a multiple of the tolerance.
+    `boundless` has the outputs that were not judged, because a tolerance is not finite: rounding errors may then grow beyond every
+    number, as those of a state do that a rounding may make grow with every token of very many.
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     rows: int = 0
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    boundless: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Boundless(Exception):
+    """A tolerance is not finite."""
 
 
 OFF = "is off by more than rounding explains"
@@ -56,7 +63,7 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
     We look at each pair when the law yields it. If something differs, we look at the pair again after the law's last pair. A
     tensor that the implementation changed in between is a finding.
 
-    Raises ArithmeticError if the truth or a tolerance is not finite.
+    Raises ArithmeticError if the truth is not finite.
     """
     comparisons = [(pair, _quick_look(pair.got, pair.want)) for pair in pairs]
     glances = iter(_read([glance for _, glance in comparisons if glance is not None]))
@@ -76,7 +83,10 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
             if glance is not None and worst <= NEAR and want.decide(worst) is Decision.RIGHT and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                finding, rows, ratio = _row_by_row(pair, want, where, drawing, excused.get(port, 0.0))
+                try:
+                    finding, rows, ratio = _row_by_row(pair, want, where, drawing, excused.get(port, 0.0))
+                except _Boundless:
+                    result.boundless.append(pair.name)
         elif worst:
             finding, rows, ratio = _bit_by_bit(pair, want, where, drawing)
         elif glance is not None:
@@ -162,16 +172,19 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
     If the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up to
-    `spared` times the tolerance need no runs beyond those.
+    `spared` times the tolerance need no runs beyond those. Raises _Boundless.
     """
     wide, want = pair.got.detach().double(), bound.value
     error = _errors(pair.got, bound)
     if error.numel() == 0:
         return None, 0, None
-    if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
+    if not bool(want.isfinite().all()):
         # our own failure, not one of the implementation
-        raise ArithmeticError(f"the truth of {pair.name}, or its bound, is not finite")
-    worst, ratio, bound = _examined(error, bound.sufficient(error), max(1.0, spared))
+        raise ArithmeticError(f"the truth of {pair.name} is not finite")
+    if bool(bound.allowed.isfinite().all()):
+        worst, ratio, bound = _examined(error, bound.sufficient(error), max(1.0, spared))
+    if not bool(bound.allowed.isfinite().all()):
+        raise _Boundless
     over = ratio > 1
     if not bool(over.any()):
         return None, error.numel(), float(ratio.flatten()[worst])

@@ -108,6 +108,9 @@ def judged(
         result = judge(on_device(bench.law_device, law.check(bench, example)), where, excused, lay_out)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
         outcome.kept = dict(bench.kept)
+        if result.boundless:
+            names = ", ".join(result.boundless)
+            outcome.verdict, outcome.reason = Verdict.BLIND, f"rounding errors of {names} may grow beyond every number here"
     except Abandoned:
         raise  # the outcome of another rank counts
     except AdapterFault as fault:
