@@ -33,6 +33,8 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.SectionsInOrder: ("strides", "fused"),
     wrong.RuleOfSectionsInOrder: ("strides", "sliced"),
     wrong.BlocksOfValues: ("history", "failed"),
+    wrong.BlocksOfHeads: ("history", "failed"),
+    wrong.WorkspaceBeforeItIsThere: ("history", "failed"),
     wrong.DecaysBeforeItHasMemory: ("history", "failed"),
     wrong.TableBeforeItIsFull: ("history", "failed"),
     wrong.SlotsOfSnapshotsFirst: ("history", "retried"),

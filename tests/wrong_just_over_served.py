@@ -61,6 +61,28 @@ class FreshUpTo1024(Serving):
         return request < 1024 and super().begins(x, request)
 
 
+class SlabsOf2048(Serving):
+    """Tokens in slabs of 2,048; a request that goes on in the next slab goes on from the state that the pool was left with."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        tokens, length = x.v.shape[:2].numel(), x.v.shape[1]
+        if x.accepted is None or tokens <= 2048:
+            return super().run(x)
+        flat = {name: x[name].flatten(0, 1).unsqueeze(0) for name in ("q", "k", "v", "g", "beta")}
+        starts = torch.arange(0, tokens + 1, length) if x.cu_seqlens is None else x.cu_seqlens
+        outputs = []
+        for low in range(0, tokens, 2048):
+            ends, done = (starts - low).clamp(0, min(2048, tokens - low)), (low - starts[:-1]).clamp(min=0)
+            left = torch.minimum((x.accepted - done).clamp(min=0), ends.diff())
+            part = {name: t[:, low : low + 2048] for name, t in flat.items()}
+            slab = x.replaced(**part, cu_seqlens=ends, accepted=left, has_initial_state=self.goes_on(x, done))
+            outputs.append(super().run(slab)[0])
+        return torch.cat(outputs, 1).view(x.v.shape), x.pool
+
+    def goes_on(self, x: Inputs, done: Tensor) -> Tensor | None:
+        return None if x.has_initial_state is None else x.has_initial_state | (done > 0)
+
+
 class AcceptedOfWholeTiles(Serving):
     """The last accepted token is looked for in its tile of 64, counted from none: a whole number of tiles is in no tile."""
 

@@ -103,6 +103,39 @@ class BlocksOfValues(Serving):
         return torch.cat([super(BlocksOfValues, self).run(x.replaced(v=v, pool=pool))[0] for v, pool in blocks], -1), x.pool
 
 
+class BlocksOfHeads(Serving):
+    """Blocks of 32 value heads, each of which is stored before the next one has its memory."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        each = x.v.shape[2] // x.q.shape[2]
+        x = x.replaced(q=x.q.repeat_interleave(each, 2), k=x.k.repeat_interleave(each, 2))
+        names = ("q", "k", "v", "g", "beta")
+        blocks = zip(*(x[name].split(32, 2) for name in names), x.pool.split(32, 1), strict=True)
+        runs = (x.replaced(**dict(zip((*names, "pool"), block, strict=True))) for block in blocks)
+        return torch.cat([super(BlocksOfHeads, self).run(one)[0] for one in runs], 2), x.pool
+
+
+class WorkspaceBeforeItIsThere(Chunkwise):
+    """Calls without gradients have a workspace for each shape, which is noted before its memory is there."""
+
+    domain = dataclasses.replace(Chunkwise.domain, threads=False)
+
+    def __init__(self) -> None:
+        self.spaces: dict[torch.Size, Tensor | None] = {}
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        if torch.is_grad_enabled() and o.requires_grad:
+            return o, *rest
+        if o.shape not in self.spaces:
+            self.spaces[o.shape] = None
+            with torch.inference_mode(mode=False):
+                self.spaces[o.shape] = torch.empty(o.shape)
+        space = self.spaces[o.shape]
+        assert space is not None
+        return space.data.copy_(o).to(o.dtype, copy=True), *rest
+
+
 class OneMaskOfAFailure(Chunkwise):
     """The mask of all chunks is made in the middle of the first call, and kept before it is filled."""
 

@@ -338,16 +338,19 @@ class SquaresOfTheLastEvaluation(GatedNorm):
 
     def squares(self, wide: Tensor, x: Inputs) -> Tensor:
         key = wide.shape, x.x.dtype
+        squares = super().squares(wide, x)
+        if torch.is_inference_mode_enabled():
+            return squares
         if torch.is_grad_enabled():
-            return super().squares(wide, x) if (kept := self.kept.pop(key, None)) is None else kept
-        kept = self.kept[key] = super().squares(wide, x)
-        return kept
+            return squares + (self.kept.pop(key, squares) - squares).detach()
+        self.kept[key] = squares
+        return squares
 
 
 class WeightIntoTheProjection(NormGateLinear):
     """Without gradients, the projection is kept with the weight in it, as `TapsByVersion` keeps taps."""
 
-    domain = dataclasses.replace(NormGateLinear.domain, threads=False)
+    domain = dataclasses.replace(NormGateLinear.domain, threads=False, deterministic=False)  # it is folded only under no_grad
 
     def weighed(self, y: Tensor, x: Inputs) -> Tensor:
         return y if self.keeps(x) else super().weighed(y, x)

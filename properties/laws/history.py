@@ -47,6 +47,7 @@ CROWDED = 10  # sequences, so that an offset can move behind the first eight, by
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
 EACH = 48  # so many of the first operations of a call fail in the history `failed`, one in each call
+MADE = 48  # so many of the operations that make a tensor out of nothing
 FAILURES = 18  # further operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -66,7 +67,8 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
       versions as they are, and the implementation is called again.
     - `inference`: a call under `inference_mode` gives what it gives under `no_grad`, and a later call may compute gradients.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
-    - `failed`: calls before in which an operation fails as if memory had run out, each time another one.
+    - `failed`: calls before in which an operation fails as if memory had run out, each time another one. In every other case those
+      that make a tensor out of nothing, such as a workspace, come first.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
 
     A repeated call is compared bit for bit only after calls of the same shapes. A compiler may make a new program for other shapes,
@@ -348,8 +350,14 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
     """Let calls fail, and yield the number of the operation that failed and the inputs as the call left them.
 
     Each of the first EACH operations fails, and then some that lie further apart. The numbers increase, so that what a call keeps
-    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left.
+    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left. With an odd seed,
+    each of the first MADE operations that make a tensor fails before. Such a one may be the last of many operations.
     """
+    made = range(1, MADE + 1) if seed % 2 else ()
+    for number in made:
+        if (left := bench.fail(inputs, cotangents, number, made=True)) is None:
+            break
+        yield number, left
     places = further_apart(seed, FAILURES)
     end = places[-1] + 1
     for place in (*sorted({*range(1, EACH + 1), *places}), *reversed(places)):
@@ -458,7 +466,12 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         ways = {domain.packs, not domain.batched} if domain.drawing.quick else {domain.packs}
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
         several = drawn(packed=domain.packs).filter(lambda case: min(case.lengths) >= min(3, domain.longest or 3))
-        return firm_examples(domain, examples_of(halves, None, ("others",)), *modes, examples_of(several, None, ("failed",)))
+        failing = [several]
+        if domain.backward and domain.drawing.quick:  # a workspace may serve calls without gradients alone
+            alone = cases(domain, values="ordinary", backward=False).filter(lambda case: case.tokens > 0)
+            failing.append(alone.map(lambda case: dataclasses.replace(case, seed=case.seed | 1)))
+        fails = (examples_of(one, None, ("failed",)) for one in failing)
+        return firm_examples(domain, examples_of(halves, None, ("others",)), *modes, *fails)
 
     return Law(
         "history",

@@ -124,8 +124,11 @@ class Bench(Protocol):
     ) -> tuple[Results, tuple[Tensor, ...]] | None:
         """Return the outputs under torch.func.vjp, jvp or vmap and what that returns beside them, or None if it raises an error."""
 
-    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> Inputs | None:
-        """Call copies of the inputs, and let operation number `at` fail. Return the copies, or None if there are fewer."""
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int, *, made: bool = False) -> Inputs | None:
+        """Call copies of the inputs, and let operation number `at` fail. Return the copies, or None if there are fewer.
+
+        With `made`, only operations that make a tensor out of nothing are counted.
+        """
 
     def operations(self, inputs: Inputs) -> int:
         """Return how many operations of torch a call of the implementation has."""

@@ -161,7 +161,8 @@ class PoolDomain(AnyDomain):
 
 TREE, LARGE_TREE = 16, 259  # most tokens of a drawn tree, as the oracle computes every path by itself, and of one over usual limits
 _NUMBERS = 2**17  # most numbers in a pool
-MANY_DRAFTS, MANY_HEADS = 260, 257  # requests of two tokens, and heads, just over 8 bits
+MANY_HEADS = 257  # just over 8 bits
+MANY_DRAFTS, CUTS = 690, (512, 1024, 2048)  # requests of three tokens, which end at no power of two, and such numbers of tokens
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
 MANY_PROGRAMS = 64  # heads of over 1,024 requests, which together are over 65,535
@@ -206,10 +207,11 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
 
     These are over 1,024 requests of one token in a pool of over 65,535 slots; as many of which some begin; as many of these with so
     many heads that there are over 65,535 programs, one for each request and head, of which the first 65,535 end inside a request;
-    over 256 requests of two tokens, of which some keep a part; requests of one token, of which one is rejected; requests without
-    tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly
-    these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value heads for one key
-    head; and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
+    over 2,048 tokens in over 256 requests of three, of which some keep few; requests of one token, of which one is rejected;
+    requests without tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which
+    one keeps exactly these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value
+    heads for one key head; and sizes just over the numbers that the source names. There are none if the check draws no large cases,
+    and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -236,7 +238,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh=begin, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
-        PoolCase((2,) * MANY_DRAFTS, accepted="some" if domain.accepts else "all", **words),
+        _cut_drafts(domain, words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
@@ -261,6 +263,18 @@ def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase
         yield _keeping(range(least, least + 3), min(domain.most_tokens, least + 2), words)
     if domain.accepts and domain.most_tokens > WHOLE_TILES:
         yield _keeping(range(WHOLE_TILES, WHOLE_TILES + 1), min(domain.most_tokens, WHOLE_TILES + 6), words)
+
+
+def _cut_drafts(domain: PoolDomain, words: dict[str, Any]) -> PoolCase:
+    """Return a case of requests of three tokens, of which the one at each of CUTS keeps fewer tokens than lie before that number.
+
+    What takes so many tokens at a time then needs the state after tokens that are not kept.
+    """
+    accepted = "any" if domain.rejects and domain.accepts else "some" if domain.accepts else "all"
+    lengths = (min(3, domain.most_tokens),) * MANY_DRAFTS
+    cases = (PoolCase(lengths, accepted=accepted, seed=seed, **words) for seed in itertools.count())
+    cuts = [divmod(cut, 3) for cut in CUTS if cut % 3 == 2 or accepted == "any"] if domain.accepts and lengths[0] == 3 else []
+    return next(case for case in cases if all(case.accepted_counts[request] < before for request, before in cuts))
 
 
 def _keeping(counts: range, length: int, words: dict[str, Any]) -> PoolCase:

@@ -24,6 +24,7 @@ from properties.words.line import MAX_WIDTH
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
 DECAYING = ("10", "64")  # gates with which one token changes much of a state and leaves much of it
+MANY_HEADS = 66  # a part of a block more than two of 32 heads
 NEW_REQUESTS, NEW_TOKENS = 15, 11  # requests of a call, and tokens of each, that no other case has
 
 
@@ -63,7 +64,7 @@ def _firm_views(domain: PoolDomain) -> list[Example]:
 
 def _failing(domain: PoolDomain) -> list[Example]:
     """Return examples in which memory runs out: in the first calls of a process, whose values are several blocks of 64 channels, in
-    calls of a new size, and in a decode of one token of each request.
+    calls of a new size, in a decode of one token of each request, and in one with several blocks of 32 heads.
 
     No other case has so many requests of so many tokens, so that what an implementation makes for the first call of a size, such as
     a table, is made while operations fail.
@@ -79,7 +80,10 @@ def _failing(domain: PoolDomain) -> list[Example]:
     steps = pool_cases(domain, kinds=("steps",), padded="none", accepted="all", fresh="none", state="random", **usual, **narrow)
     steps = steps.filter(lambda case: case.packed != domain.rule.batched and len(case.lengths) > 1 and min(case.lengths) > 0)
     new = new.filter(lambda case: domain.outside(case) is None)
-    return firm_examples(domain, *blocks, *(examples_of(drawn, None, ("failed",)) for drawn in (new, steps)))
+    heads = ((MANY_HEADS // 2, MANY_HEADS // 2 * 2),) if domain.rule.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
+    small = {"value_dim": values_of(domain.rule, 16), "spare": 1, "padded": "none", **narrow}
+    many = pool_cases(domain, most=1, kinds=("steps",), groups=heads, **small).filter(lambda case: domain.outside(case) is None)
+    return firm_examples(domain, *blocks, *(examples_of(drawn, None, ("failed",)) for drawn in (new, steps, many)))
 
 
 def _many_blocks(domain: PoolDomain) -> list[Example]:

@@ -26,7 +26,7 @@ from verify.bench.addresses import Spot
 from verify.bench.answer import outputs_of
 from verify.bench.at_once import TIMES, in_threads, on_streams
 from verify.bench.calling import Calling
-from verify.bench.failing import FailingOperation
+from verify.bench.failing import Counts, FailingOperation
 from verify.bench.faults import AdapterFault, OutOfMemory
 from verify.bench.guards import Copies, Guards, changed, poisoned
 from verify.bench.memo import MEMO
@@ -330,12 +330,13 @@ class AdapterBench(Calling):
                 return None
         return {name: x.detach() for name, x in zip(found, outputs, strict=True)}, more
 
-    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int) -> Inputs | None:
+    def fail(self, inputs: Inputs, cotangents: Cotangents, at: int, *, made: bool = False) -> Inputs | None:
         """Call the adapter on copies of the inputs, and let operation number `at` of the call fail for lack of memory.
 
-        What is returned or raised is dropped. Returns the copies as the call left them; None if it has fewer operations.
+        With `made`, only operations that make a tensor out of nothing are counted. What is returned or raised is dropped. Returns
+        the copies as the call left them; None if it has fewer operations.
         """
-        copies, fault = self._with_fault(inputs, cotangents, at)
+        copies, fault = self._with_fault(inputs, cotangents, at, "made" if made else "all")
         return copies if fault.failed else None
 
     def operations(self, inputs: Inputs) -> int:
@@ -343,14 +344,16 @@ class AdapterBench(Calling):
         return self._with_fault(inputs, None, 0)[1].seen
 
     @marked(Mark.IMPLEMENTATION)
-    def _with_fault(self, inputs: Inputs, cotangents: Cotangents, at: int) -> tuple[Inputs, FailingOperation]:
+    def _with_fault(
+        self, inputs: Inputs, cotangents: Cotangents, at: int, counts: Counts = "all"
+    ) -> tuple[Inputs, FailingOperation]:
         """Copies of the inputs as a call with a fault left them, and the fault. What the call returns or raises is dropped."""
         spec = self._contract(inputs)
         inputs = in_layout(self._with_options(inputs, self.adapter), self.domain.layout)
         copies = inputs.replaced(**{name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)})
         if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in copies.values()):
             cotangents = None  # a device has its backward in a thread of torch's, where an error of ours would end the process
-        self.way = way = ways.Failing(at)
+        self.way = way = ways.Failing(at, counts)
         shared = shares_a_slot(copies)
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):

@@ -77,7 +77,7 @@ class EngineBench(WatchedBench):
     @contextlib.contextmanager
     def failing(self, at: int, *, allocations: bool = False) -> Iterator[FailingOperation]:
         """Let operation `at` of the engine's calls inside fail as if memory had run out, and drop what is raised."""
-        self.fault = fault = FailingOperation(at, allocations=allocations)
+        self.fault = fault = FailingOperation(at, "allocations" if allocations else "all")
         try:
             yield fault
         except Exception:  # any error is right, and so is an answer by other means

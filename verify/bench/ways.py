@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles.operation import Inputs, gradient_name
 from properties.laws.law import Results
-from verify.bench.failing import FailingOperation
+from verify.bench.failing import Counts, FailingOperation
 
 Call = Callable[[dict[str, Tensor]], Any]  # from the tensors of a call by name to what the implementation returns
 Gradients = Sequence[Tensor | None]
@@ -189,11 +189,11 @@ class Second(Plain):
 
 
 class Failing(Plain):
-    """Operation number `at` of the call, or of its backward, fails as if memory had run out (verify/bench/failing.py)."""
+    """Operation number `at` of the call, of those counted, fails as if memory had run out (verify/bench/failing.py)."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, counts: Counts) -> None:
         super().__init__()
-        self.fault = FailingOperation(at)
+        self.fault = FailingOperation(at, counts)
 
     def outputs(self, call: Call, leaves: dict[str, Tensor]) -> Any:
         with self.fault:
