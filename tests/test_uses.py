@@ -32,6 +32,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.KeysLikeQueries: ("strides", "mixed"),
     wrong.SectionsInOrder: ("strides", "fused"),
     wrong.RuleOfSectionsInOrder: ("strides", "sliced"),
+    wrong.SectionsOfInference: ("strides", "sliced"),
     wrong.BlocksOfValues: ("history", "failed"),
     wrong.BlocksOfHeads: ("history", "failed"),
     wrong.WorkspaceBeforeItIsThere: ("history", "failed"),

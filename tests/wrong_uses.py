@@ -95,6 +95,13 @@ class RuleOfSectionsInOrder(Chunkwise):
         return super().run(in_order(x))
 
 
+class SectionsOfInference(Chunkwise):
+    """The same where q requires no gradient, as a function of one tensor has no gradients for its parts."""
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x if x.q.requires_grad else in_order(x))
+
+
 class BlocksOfValues(Serving):
     """Blocks of 64 channels of values, each of which is stored before the next one has its memory."""
 

@@ -116,7 +116,9 @@ def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
     ordinary = functools.partial(cases, values="ordinary")
     near = near_views(domain, ordinary, packed=packed) if domain.views else []
     firm = near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :]
-    firm += [examples_of(ordinary().map(side_by_side), None, ("sliced",))] if takes_view(domain, "sliced") else []
+    if takes_view(domain, "sliced"):  # parts of one tensor may be taken as that tensor where they need no gradients of their own
+        both = (ordinary(), *([ordinary(backward=False)] if domain.backward else []))
+        firm += [examples_of(drawn.map(side_by_side), None, ("sliced",)) for drawn in both]
     return firm_examples(domain, *firm)
 
 
