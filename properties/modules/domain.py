@@ -239,7 +239,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             case(*unequal, packed=True, dtype=coarsest(domain.dtypes)),
             case(*MEAN, packed=True),
             *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
-            case(*(1,) * MANY_SEQUENCES, packed=False),
+            case(*(1,) * MANY_SEQUENCES, packed=False, backward=False),
         ]
         if domain.drawing.quick:
             over = [min(length, domain.longest) for length in OVER_TILES]
