@@ -177,6 +177,12 @@ class Right(Narrow):
     """Everything that the domain leaves out is right."""
 
 
+class Compiled(Right):
+    """The same, of an implementation that compiles every new shape."""
+
+    compiles = True
+
+
 class IgnoresOffsets(Narrow):
     """Packed sequences are accepted and wrong."""
 

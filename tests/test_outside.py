@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from properties.books import book_of
 from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.rules.case import Case
@@ -65,6 +66,17 @@ def test_what_a_function_takes_beyond_its_domain(adapter: str, did: dict[str, st
     for answer in found.values():
         assert answer.cases <= CASES
         assert answer.did == WRONG or answer.cases == CASES
+
+
+def test_where_kernels_are_compiled_it_is_asked_beside_the_laws(tmp_path: pathlib.Path) -> None:
+    others = [law for law in book_of(Domain()).laws if law != "recall"]
+    with Check(Settings(f"{FILE}:Compiled", profile=PROFILES["few"], skip=others), 1, Store(tmp_path)) as checking:
+        (report,) = checking.run()
+        checking.stop()
+        found = {what: checking.ask_outside(what) for what in checking.outside}
+    assert report.verdict is Verdict.HOLDS
+    did = {what: answer.did for what, answer in found.items() if answer is not None}
+    assert did == {"packed": RIGHT, "initial_state": RIGHT, "qk_norm": RIGHT, "scale": RIGHT}
 
 
 def test_a_wrong_answer_has_a_line_that_repeats_it(worker: Worker, tmp_path: pathlib.Path) -> None:

@@ -40,7 +40,6 @@ from verify.cli.sweep_command import sweep
 from verify.cli.terminal import marks_of, print_error, print_line, width_of
 from verify.cli.verb_options import CheckOptions
 from verify.engine.check import Check
-from verify.engine.outside import names_of
 from verify.engine.profiles import PROFILES, Profile
 from verify.engine.shard import WHOLE
 from verify.engine.state import Settings
@@ -414,7 +413,7 @@ def _print_refusals(spec: str, checking: Check, out: TextIO) -> dict[str, list[s
 def _outside(checking: Check) -> list[outside.Answer]:
     """What the implementation does with calls just outside its domain, as far as there is time."""
     answers, settings = list[outside.Answer](), checking.settings
-    for what in filter(settings.shard.owns, names_of(checking.describe().domain)):
+    for what in checking.outside:
         if time.monotonic() >= settings.until:
             break
         if (answer := checking.ask_outside(what)) is not None:

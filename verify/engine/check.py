@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from verify.engine.asking import Described, ask, describe, interpreted, started,
 from verify.engine.compile_plan import Plan, in_order
 from verify.engine.compilers import COMPILE_S, Compiler, Compilers, OfRanks
 from verify.engine.law_check import LawCheck
-from verify.engine.outside import ask_outside
+from verify.engine.outside import ask_outside, names_of
 from verify.engine.power import by_power
 from verify.engine.state import CheckState, Settings
 from verify.engine.under_tags import add_tags
@@ -80,6 +81,7 @@ class Check:
         self._waiting: list[LawCheck] = []  # laws in whose first case the call failed, while no case of the check gave an answer
         self._stopped = threading.Event()
         self._pool = WorkerPool(self.workers, self._stopped)
+        self._outside: dict[str, Answer | None] = {}  # what was asked beside the laws
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Check":
@@ -183,10 +185,15 @@ class Check:
         settings, state = self.settings, self._prepared()
         self.share_gpus(state.described.domain)
         assert self.laws is not None
-        # Where kernels are compiled, all laws begin: one that waits for a kernel gives its worker to another.
-        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers) if self._plan is None else max(1, len(self.laws)))
+        # Where kernels are compiled, all laws begin: one that waits for a kernel gives its worker to another. What is asked outside
+        # the domain, which needs kernels of its own, gets a worker when no law wants one.
+        beside = [] if self._plan is None or settings.laws is not None else self.outside
+        at_once = len(self.workers) if self._plan is None else max(1, len(self.laws) + len(beside))
+        pool = concurrent.futures.ThreadPoolExecutor(at_once)
         asked = [law for law in self.laws if law not in settings.skip]
         futures = [pool.submit(self._one, state, law, place) for place, law in enumerate(asked)]
+        for place, what in enumerate(beside, len(asked)):
+            pool.submit(self._ask_beside, what, place)
         told: set[concurrent.futures.Future[LawReport | None]] = set()
 
         def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
@@ -215,13 +222,32 @@ class Check:
         """What the decided cases looked at, those of unfinished laws too."""
         return reach_of((*self.reports, *self.unfinished))
 
+    @property
+    def outside(self) -> list[str]:
+        """What may be asked about the domain here, and not in another shard."""
+        return [*filter(self.settings.shard.owns, names_of(self.describe().domain))]
+
     def ask_outside(self, what: str) -> Answer | None:
         """What the implementation does with something that its domain leaves out; None if it is not asked.
 
-        For after `run`: the first worker is asked.
+        For after `run`, which may have asked already: the first worker is asked.
         """
-        described, worker = self.describe(), self.workers[0]
-        settings = self.settings
+        return self._outside[what] if what in self._outside else self._asked_outside(what, self.workers[0])
+
+    def _ask_beside(self, what: str, place: int) -> None:
+        """Keep the answer for `ask_outside`, which asks again if there is none."""
+        if (worker := self._pool.take(place)) is None:
+            return
+        try:
+            if time.monotonic() < self.settings.until:
+                answer = self._asked_outside(what, worker)
+                if not self._stopped.is_set():
+                    self._outside[what] = answer
+        finally:
+            self._pool.give(worker)
+
+    def _asked_outside(self, what: str, worker: Answering) -> Answer | None:
+        settings, described = self.settings, self.describe()
         state = CheckState(settings, described, self.store, self.defects, None, self._stopped, self.on_case)
         few = settings.device != "cpu" or described.compiles
         ask_one = functools.partial(ask, worker=worker, store=self.store, defects=self.defects.deny_list)
