@@ -74,6 +74,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     served.ForksAtOnce: ("ledger", ("/k:b<a/k:c<b/",)),
     served.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
     served.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
+    served.CopiesOfKeyHeads: ("ledger", ("heads=2 value_heads=8",)),
     served.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
     wrong.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
     wrong.ChannelsOf12Bits: ("oracle", ("width=12289",)),

@@ -380,6 +380,23 @@ class RanksByName(Serves):
         return super().joined([ranks[number] for number in sorted(range(len(ranks)), key=str)])
 
 
+class CopiesOfKeyHeads(Serves):
+    """A transfer to up to eight ranks, which may have copies of a key head. Of these, as many as there are heads are kept."""
+
+    def cut(self, state: Tensor, window: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        heads, values = self.sizes.heads, self.sizes.value_heads
+        ranks = next(n for n in (8, 4, 2, 1) if values % n == 0 and (heads % n == 0 or n % heads == 0))
+        *keys, v = window.split(self.sections())
+        copies = [x.unflatten(0, (heads, -1)).repeat_interleave(max(ranks // heads, 1), 0).chunk(ranks) for x in keys]
+        parts = zip(*([part.flatten(0, 1) for part in each] for each in copies), v.chunk(ranks), strict=True)
+        return [(state_of, [*part]) for state_of, part in zip(state.chunk(ranks), parts, strict=True)]
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        sections = zip(*(parts for _, parts in ranks), strict=True)
+        kept = [torch.cat(each)[:size] for each, size in zip(sections, self.sections(), strict=True)]
+        return torch.cat([state for state, _ in ranks]), torch.cat(kept)
+
+
 class TransfersOfWholePages(Serves):
     """Of a rank's state of over 4 KiB only whole pages of 4 KiB arrive."""
 

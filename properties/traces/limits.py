@@ -243,8 +243,8 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 def repeats(domain: TraceDomain) -> list[TraceCase]:
     """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
 
-    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads. There the
-    state of a rank has over 4 KiB and does not end with a page.
+    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads. There the state of a rank
+    has over 4 KiB and does not end with a page. In a third case it may go to four or eight ranks that have copies of two key heads.
     """
     token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
@@ -260,6 +260,7 @@ def repeats(domain: TraceDomain) -> list[TraceCase]:
             for name, has in (("key_dim", domain.has_key), ("value_dim", domain.has_value))
         }
         cases += fixed_cases(domain, [f"p:a5,b3/t:a/{token}"], heads=3, value_heads=6, **wide)
+        cases += fixed_cases(domain, [f"p:a5,b3/t:a/{token}"], heads=2, value_heads=8)
     return cases
 
 
