@@ -36,6 +36,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.BlocksOfValues: ("history", "failed"),
     wrong.BlocksOfHeads: ("history", "failed"),
     wrong.WorkspaceBeforeItIsThere: ("history", "failed"),
+    wrong.SumsThatAreCleared: ("history", "failed"),
     wrong.DecaysBeforeItHasMemory: ("history", "failed"),
     wrong.TableBeforeItIsFull: ("history", "failed"),
     wrong.SlotsOfSnapshotsFirst: ("history", "retried"),

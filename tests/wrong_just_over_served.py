@@ -83,6 +83,13 @@ class SlabsOf2048(Serving):
         return None if x.has_initial_state is None else x.has_initial_state | (done > 0)
 
 
+class FreshUpTo2048(Serving):
+    """Requests from the 2,049th on never begin anew."""
+
+    def begins(self, x: Inputs, request: int) -> bool:
+        return request < 2048 and super().begins(x, request)
+
+
 class AcceptedOfWholeTiles(Serving):
     """The last accepted token is looked for in its tile of 64, counted from none: a whole number of tiles is in no tile."""
 

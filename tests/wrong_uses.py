@@ -143,6 +143,28 @@ class WorkspaceBeforeItIsThere(Chunkwise):
         return space.data.copy_(o).to(o.dtype, copy=True), *rest
 
 
+class SumsThatAreCleared(Chunkwise):
+    """Calls without gradients add their outputs to zeros, which they leave behind as zeros for the next call of the shape."""
+
+    domain = dataclasses.replace(Chunkwise.domain, threads=False)
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, Tensor] = {}
+
+    def run(self, x: Inputs) -> Any:
+        o, *rest = super().run(x)
+        if torch.is_grad_enabled() and o.requires_grad:
+            return o, *rest
+        key = o.shape, o.dtype, x.v.shape
+        if key not in self.sums:
+            with torch.inference_mode(mode=False):
+                self.sums[key] = torch.zeros(o.shape)
+        sums = self.sums[key].data.add_(o)
+        o = sums.to(o.dtype, copy=True)
+        sums.zero_()
+        return o, *rest
+
+
 class OneMaskOfAFailure(Chunkwise):
     """The mask of all chunks is made in the middle of the first call, and kept before it is filled."""
 

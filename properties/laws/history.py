@@ -48,6 +48,7 @@ BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behi
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
 EACH = 48  # so many of the first operations of a call fail in the history `failed`, one in each call
 MADE = 48  # so many of the operations that make a tensor out of nothing
+LAST = 12  # so many of the last operations of a call
 FAILURES = 18  # further operations that fail in the history `failed`, the last one at least the 366th, unless the call has fewer
 Cases = Callable[..., st.SearchStrategy[Any]]
 
@@ -350,8 +351,9 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
     """Let calls fail, and yield the number of the operation that failed and the inputs as the call left them.
 
     Each of the first EACH operations fails, and then some that lie further apart. The numbers increase, so that what a call keeps
-    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left. With an odd seed,
-    each of the first MADE operations that make a tensor fails before. Such a one may be the last of many operations.
+    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left. Then each of the
+    LAST operations of the call fails too, before which a call may have written to what it keeps. With an odd seed, each of the
+    first MADE operations that make a tensor fails before. Such a one may be the last of many operations.
     """
     made = range(1, MADE + 1) if seed % 2 else ()
     for number in made:
@@ -359,13 +361,13 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
             break
         yield number, left
     places = further_apart(seed, FAILURES)
-    end = places[-1] + 1
-    for place in (*sorted({*range(1, EACH + 1), *places}), *reversed(places)):
-        if place >= end:
-            continue
+    for place in sorted({*range(1, EACH + 1), *places}):
         if (left := bench.fail(inputs, cotangents, place)) is None:
-            end = place
-        else:
+            break
+        yield place, left
+    count = bench.operations(inputs, cotangents)
+    for place in sorted({*places, *range(count - LAST + 1, count + 1)}, reverse=True):
+        if 0 < place <= count and (left := bench.fail(inputs, cotangents, place)) is not None:
             yield place, left
 
 
@@ -467,8 +469,10 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))
         several = drawn(packed=domain.packs).filter(lambda case: min(case.lengths) >= min(3, domain.longest or 3))
         failing = [several]
-        if domain.backward and domain.drawing.quick:  # a workspace may serve calls without gradients alone
-            alone = cases(domain, values="ordinary", backward=False).filter(lambda case: case.tokens > 0)
+        if domain.backward and domain.drawing.quick:  # a workspace may serve calls in float32 without gradients alone
+            alone = cases(domain, values="ordinary", backward=False).filter(
+                lambda case: case.tokens > 0 and case.dtype == ("fp32" if "fp32" in domain.dtypes else domain.dtypes[0])
+            )
             failing.append(alone.map(lambda case: dataclasses.replace(case, seed=case.seed | 1)))
         fails = (examples_of(one, None, ("failed",)) for one in failing)
         return firm_examples(domain, examples_of(halves, None, ("others",)), *modes, *fails)

@@ -130,8 +130,8 @@ class Bench(Protocol):
         With `made`, only operations that make a tensor out of nothing are counted.
         """
 
-    def operations(self, inputs: Inputs) -> int:
-        """Return how many operations of torch a call of the implementation has."""
+    def operations(self, inputs: Inputs, cotangents: Cotangents = None) -> int:
+        """Return how many operations of torch a call of the implementation has, and its backward with cotangents."""
 
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""

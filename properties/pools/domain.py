@@ -162,6 +162,7 @@ class PoolDomain(AnyDomain):
 TREE, LARGE_TREE = 16, 259  # most tokens of a drawn tree, as the oracle computes every path by itself, and of one over usual limits
 _NUMBERS = 2**17  # most numbers in a pool
 MANY_HEADS = 257  # just over 8 bits
+MANY_BEGINS = 2060  # requests of which some begin: over two flags for each of the 1,024 threads of a block
 MANY_DRAFTS, CUTS = 690, (512, 1024, 2048)  # requests of three tokens, which end at no power of two, and such numbers of tokens
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
@@ -205,13 +206,13 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots; as many of which some begin; as many of these with so
-    many heads that there are over 65,535 programs, one for each request and head, of which the first 65,535 end inside a request;
-    over 2,048 tokens in over 256 requests of three, of which some keep few; requests of one token, of which one is rejected;
-    requests without tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64, of which
-    one keeps exactly these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256 value
-    heads for one key head; and sizes just over the numbers that the source names. There are none if the check draws no large cases,
-    and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; over 2,048 of which some begin; over 1,024 of these
+    with so many heads that there are over 65,535 programs, one for each request and head, of which the first 65,535 end inside a
+    request; over 2,048 tokens in over 256 requests of three, of which some keep few; requests of one token, of which one is
+    rejected; requests without tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64,
+    of which one keeps exactly these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256
+    value heads for one key head; and sizes just over the numbers that the source names. There are none if the check draws no large
+    cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -236,7 +237,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     groups = (THREE_EACH, MANY_EACH) if rule.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
-        PoolCase((1,) * MANY_SEQUENCES, fresh="some", **words),
+        PoolCase((1,) * MANY_BEGINS, fresh="some", **words),
         PoolCase((1,) * MANY_SEQUENCES, fresh=begin, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
         _cut_drafts(domain, words),
         PoolCase((1, 1, 1), accepted="any", **words),

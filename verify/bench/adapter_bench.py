@@ -339,9 +339,12 @@ class AdapterBench(Calling):
         copies, fault = self._with_fault(inputs, cotangents, at, "made" if made else "all")
         return copies if fault.failed else None
 
-    def operations(self, inputs: Inputs) -> int:
-        """How many operations of torch the adapter's call on copies of the inputs has. What it returns or raises is dropped."""
-        return self._with_fault(inputs, None, 0)[1].seen
+    def operations(self, inputs: Inputs, cotangents: Cotangents = None) -> int:
+        """How many operations of torch the adapter's call on copies of the inputs has, and its backward if there are cotangents.
+
+        What it returns or raises is dropped.
+        """
+        return self._with_fault(inputs, cotangents, 0)[1].seen
 
     @marked(Mark.IMPLEMENTATION)
     def _with_fault(
