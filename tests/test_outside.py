@@ -71,7 +71,7 @@ def test_what_a_function_takes_beyond_its_domain(adapter: str, did: dict[str, st
 def test_where_kernels_are_compiled_it_is_asked_beside_the_laws(tmp_path: pathlib.Path) -> None:
     others = [law for law in book_of(Domain()).laws if law != "recall"]
     with Check(Settings(f"{FILE}:Compiled", profile=PROFILES["few"], skip=others), 1, Store(tmp_path)) as checking:
-        (report,) = checking.run()
+        (report,) = checking.run(outside=True)
         checking.stop()
         found = {what: checking.ask_outside(what) for what in checking.outside}
     assert report.verdict is Verdict.HOLDS

@@ -289,7 +289,7 @@ def _run(options: CheckOptions, checking: Check, sanitizer: Sanitizer | None, ou
     if warning := checking.warning():
         print_line(f"gdn-verify: {warning}", sys.stderr)
     try:
-        checking.run()
+        checking.run(outside=not options.law)
     except ValueError as error:
         raise RuntimeError(str(error)) from error  # an error inside gdn-verify, not bad usage
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)

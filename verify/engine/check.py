@@ -179,15 +179,18 @@ class Check:
             drawn = self.settings.drawn(laws_of[law]) if runs else 0
             yield law, runs, self.settings.profile.examples_of(laws_of[law]) - drawn if runs else 0
 
-    def run(self) -> list[LawReport]:
-        """Run the check: one report for each law, in the order in which the laws were decided."""
+    def run(self, *, outside: bool = False) -> list[LawReport]:
+        """Run the check: one report for each law, in the order in which the laws were decided.
+
+        With `outside`, what `ask_outside` is about is asked while laws wait for kernels, if kernels are compiled.
+        """
         self.warning()
         settings, state = self.settings, self._prepared()
         self.share_gpus(state.described.domain)
         assert self.laws is not None
         # Where kernels are compiled, all laws begin: one that waits for a kernel gives its worker to another. What is asked outside
         # the domain, which needs kernels of its own, gets a worker when no law wants one.
-        beside = [] if self._plan is None or settings.laws is not None else self.outside
+        beside = self.outside if outside and self._plan is not None else []
         at_once = len(self.workers) if self._plan is None else max(1, len(self.laws) + len(beside))
         pool = concurrent.futures.ThreadPoolExecutor(at_once)
         asked = [law for law in self.laws if law not in settings.skip]
