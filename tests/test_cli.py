@@ -497,7 +497,7 @@ def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: path
 
 
 def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("our own mistake")
 
     monkeypatch.setattr("verify.engine.check.Check.run", fail)

@@ -175,12 +175,12 @@ def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None
 
 def test_traces_at_limits_follow_the_domain() -> None:
     domain = sized(TraceDomain(), None, MOST["quick"])
-    (crowd, padded), (repeat, transfer), (long,) = crowds(domain), repeats(domain), long_requests(domain)
+    (crowd, padded), (repeat, transfer, copies), (long,) = crowds(domain), repeats(domain), long_requests(domain)
     assert rows_of(crowd) == (CROWDED, CROWDED)
     assert rows_of(padded) == (PADDED + BEHIND, BEHIND)
     assert [step.kind for step in repeat.plan if step.request == "a"] == ["w", "w", "t", "t"]
     assert repeat.heads == repeat.value_heads == MANY_RANKS
-    assert (transfer.heads, transfer.value_heads) == (3, 6)
+    assert [(case.heads, case.value_heads) for case in (transfer, copies)] == [(3, 6), (2, 8)]
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
     again, short, prefix, chain, left, saved = ([step.kind for step in case.plan] for case in forks(domain))

@@ -337,21 +337,21 @@ def test_sequences_of_unequal_lengths_alone_show_what_is_kept_by_their_number_an
 
 
 class BreaksInTheEnd(Chunkwise):
-    """Call number 120 of a process and all later ones are wrong, so no single line of fewer calls shows it."""
+    """Call number 130 of a process and all later ones are wrong, so no single line of fewer calls shows it."""
 
     calls: ClassVar[int] = 0
 
     def run(self, x: Inputs) -> Any:
         type(self).calls += 1
         o, state = super().run(x)
-        return (o + 1, state) if self.calls >= 120 else (o, state)
+        return (o + 1, state) if self.calls >= 130 else (o, state)
 
 
 class BreaksInOneProcess(BreaksInTheEnd):
     """As BreaksInTheEnd, and only if no file of that name is there yet, so that no other process can show it."""
 
     def run(self, x: Inputs) -> Any:
-        if self.calls == 118:
+        if self.calls == 128:
             try:
                 pathlib.Path(os.environ["ONE_PROCESS"]).touch(exist_ok=False)
             except FileExistsError:
@@ -376,7 +376,7 @@ def test_what_a_fresh_process_does_not_repeat_after_earlier_cases_either_is_unde
 def test_what_a_fresh_process_repeats_after_earlier_cases_is_broken(
     worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explaining, "SHRINK_RUNS", 5)  # each makes 120 calls
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 5)  # each makes 130 calls
     settings = Settings(f"{HERE}:BreaksInTheEnd", ["history"], Profile("few", 12))
     with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
         (report,) = check.run()

@@ -110,7 +110,9 @@ def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
     Chunks of one size are computed at once.
     """
-    of_size = {size: [length for length, chunk in zip(lengths, sizes, strict=True) if chunk == size] for size in sizes}
+    of_size: dict[int, list[int]] = {}
+    for length, size in zip(lengths, sizes, strict=True):
+        of_size.setdefault(size, []).append(length)
 
     def padded(size: int, taken: int) -> int:
         return sum(-(-length // taken) * taken for length in of_size[size])
