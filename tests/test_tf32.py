@@ -1,6 +1,7 @@
 """Products in TF32: matrix units cut operands off, so that sums of terms of one sign err to one side."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -80,17 +81,23 @@ def sums_of(x: Tensor) -> Tensor:
     return torch.stack([x.sum(-1), x.sum(-2), x.sum(-1).cumsum(-1)])
 
 
-def expected(a: Tensor) -> Tensor:
+def expected(a: Tensor, *, coarse: bool = False) -> Tensor:
     """The expected error of each of the sums of T = (I + A)^-1 in TF32, over many runs."""
     arithmetic = rounding.Arithmetic.of("chunkwise", "fp16", "tf32", runs=65)
+    arithmetic = bound._coarser(arithmetic) if coarse else arithmetic
     exact, *others = in_chunks._inverse(a.expand(65, *a.shape), arithmetic)[0]
     return sums_of(torch.stack(others) - exact).square().mean(1).sqrt()
 
 
-def beyond(beta: float, gate: float, square: float = 1.0) -> Tensor:
-    """How many expected errors the sums err by in `right.Tf32Inverse`; all keys are one, and its square is `square`."""
+def of_one_key(beta: float, gate: float, square: float = 1.0) -> Tensor:
+    """A of tokens whose keys are one key, and its square is `square`."""
     places = torch.arange(64.0, dtype=torch.float64)
-    a = (beta * square * 0.5 ** ((places[:, None] - places) * gate)).tril(-1)
+    return (beta * square * 0.5 ** ((places[:, None] - places) * gate)).tril(-1)
+
+
+def beyond(beta: float, gate: float, square: float = 1.0) -> Tensor:
+    """How many expected errors the sums err by in `right.Tf32Inverse`."""
+    a = of_one_key(beta, gate, square)
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a)
     merged = right.Tf32Inverse().solve(a.float(), torch.zeros(1))
     return sums_of(merged.double() - exact).abs() / expected(a).clamp(min=1e-6)
@@ -115,6 +122,27 @@ def test_what_merges_of_an_inverse_cut_off_is_expected_also_where_sums_cancel(be
 def test_errors_of_a_alone_cancel_as_the_sums_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_chunks, "MERGED", 64)
     assert max(float(beyond(*made).max()) for made in MADE) > 12
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["T", "D"])
+def test_errors_of_one_operand_do_not_stand_for_those_of_the_other(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked = rounding.Arithmetic.stacked
+
+    def without(self: rounding.Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any) -> Tensor:
+        rounded = stacked(self, x, places, *more)
+        if "T in merges" in places:
+            rounded = rounded.clone()
+            rounded[..., place, :, :] = x[..., place, :, :]
+        return rounded
+
+    monkeypatch.setattr(rounding.Arithmetic, "stacked", without)
+    assert max(float(beyond(*made).max()) for made in MADE) > 5
+
+
+def test_operands_of_merges_lose_one_bit_more_in_coarse_runs() -> None:
+    a = of_one_key(1.0, 1 / 64)
+    more = expected(a, coarse=True).square().sum().sqrt() / expected(a).square().sum().sqrt()
+    assert 1.6 < float(more) < 2.5
 
 
 def test_merges_of_operands_that_lose_five_bits_more_are_over_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,18 +166,15 @@ def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
     solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
     if arithmetic.inverse < EXACT and a.shape[-1] > MERGED:
-        # With L the part of A outside the diagonal blocks, and D the blocks of T on the diagonal, merges solve T = D - D L T, so an
-        # error e of what D multiplies becomes -T e, and D^-1 dD L T is such an e. They read L, T, D and L T in TF32. Where keys
-        # repeat, sums of T cancel. The errors of A above cancel with them, as T (dA) T has T on both sides; these do not, nor do
-        # those of L, which the blocks on the diagonal lack. D^-1 is I + A - L.
+        # L is the part of A outside the diagonal blocks, and D are the blocks of T on the diagonal. Merges solve T = D - D L T, so
+        # an error e of what D multiplies becomes -T e. They read T and D in TF32: e is L dT, or D^-1 dD L T, where D^-1 is I + A -
+        # L. Where keys repeat, sums of T cancel. Errors of A cancel with them, as T (dA) T has T on both sides, and these do not.
         outside = a * _apart(a.shape[-1], a.dtype, a.device)
-        sums = outside @ solved
-        blocks = solved * (1.0 - _apart(a.shape[-1], a.dtype, a.device))
-        operands = torch.stack([outside, solved, sums, blocks], -3)
-        errors = arithmetic.stacked(operands, ("L", "T in merges", "L T", "D"), arithmetic.inverse + 1).sub_(operands)
-        of_outside, of_solved, of_sums, of_blocks = errors.unbind(-3)
+        operands = torch.stack([solved, solved - solved * _apart(a.shape[-1], a.dtype, a.device)], -3)
+        errors = arithmetic.stacked(operands, ("T in merges", "D"), arithmetic.inverse + 1).sub_(operands)
+        of_solved, of_blocks = errors.unbind(-3)
         of_blocks = of_blocks + (a - outside) @ of_blocks
-        solved = solved - solved @ (of_outside @ solved + outside @ of_solved + of_sums + of_blocks @ sums)
+        solved = solved - solved @ (outside @ of_solved + of_blocks @ (outside @ solved))
     return solved, arithmetic.dither(solved, "T")
 
 
