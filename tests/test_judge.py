@@ -112,17 +112,22 @@ def test_a_truth_that_is_not_finite_is_our_failure() -> None:
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_where_a_tolerance_is_not_finite_the_output_is_not_judged_and_the_others_are(*, few: bool) -> None:
+def test_rows_whose_tolerance_is_not_finite_are_not_judged_and_all_others_are(*, few: bool) -> None:
     """With `few`, only the tolerance of more runs is not finite."""
-    for boundless in (math.nan, math.inf):
-        got, allowed = torch.full((1, 5, 2, 3), 1e9), torch.ones(1, 5, 2)
+    for boundless, bad in itertools.product((math.nan, math.inf), (1e9, math.nan)):
+        got, allowed = torch.zeros(1, 5, 2, 3), torch.ones(1, 5, 2)
+        got[0, 2, 1] = bad
         allowed[0, 2, 1] = boundless
         limit = Bound(torch.zeros(got.shape).double(), allowed.double())
         if few:
             limit = Bound(limit.value, torch.ones(1, 5, 2).double(), finer=lambda _=None, limit=limit: limit, clear=math.inf)
         result = judge([Pair("o", "", got, limit)], PACKED)
-        assert (result.findings, result.boundless, result.rows) == ([], ["o"], 0)
-        result = judge([Pair("o", "", got, limit), Pair("dq", "", got, bound(torch.zeros(got.shape)))], PACKED)
+        assert (result.findings, result.boundless, result.rows) == ([], ["o"], 9)
+        got[0, 4, 0] = 1e9
+        finding = only(judge([Pair("o", "", got, limit)], PACKED))
+        assert (finding.output, finding.rows_over, finding.worst) == ("o", 1, "sequence 3, token 1, head 0"), finding
+        got[0, 4, 0] = 0.0
+        result = judge([Pair("o", "", got, limit), Pair("dq", "", got + 9, bound(torch.zeros(got.shape)))], PACKED)
         assert [finding.output for finding in result.findings] == ["dq"]
 
 

@@ -98,8 +98,12 @@ class Bound:
         return self if self.sure == 1 or self.finer is None else self.finer().settled()
 
     def ratios(self, error: Tensor) -> Tensor:
-        """Return each row's error as a multiple of its tolerance. NaN counts as infinite."""
-        return (error / self.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+        """Return each row's error as a multiple of its tolerance. NaN counts as infinite.
+
+        It is 0 in rows whose tolerance is not finite: rounding errors may grow there beyond every number, so nothing is wrong.
+        """
+        ratios = (error / self.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+        return ratios.masked_fill(~self.allowed.isfinite(), 0.0)
 
     def decide(self, ratio: float, most: float = 1.0) -> Decision:
         """Return what is known of a row whose error is `ratio` times its tolerance, if it may be `most` times the tolerance."""

@@ -25,18 +25,13 @@ class Judgement:
     """The result of one case's comparisons.
 
     `rows` is the number of rows compared. `ratios` maps each output to its largest error as a multiple of the tolerance.
-    `boundless` has the outputs that were not judged, because a tolerance is not finite: rounding errors may then grow beyond every
-    number, as those of a state do that a rounding may make grow with every token of very many.
+    `boundless` has the outputs of which some rows were not judged, because their tolerances are not finite (Bound.ratios).
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     rows: int = 0
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     boundless: list[str] = dataclasses.field(default_factory=list)
-
-
-class _Boundless(Exception):
-    """A tolerance is not finite."""
 
 
 OFF = "is off by more than rounding explains"
@@ -83,9 +78,8 @@ def judge(pairs: Iterable[Pair], where: Where, excused: Mapping[str, float] = NO
             if glance is not None and worst <= NEAR and want.decide(worst) is Decision.RIGHT and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                try:
-                    finding, rows, ratio = _row_by_row(pair, want, where, drawing, excused.get(port, 0.0))
-                except _Boundless:
+                finding, rows, ratio = _row_by_row(pair, want, where, drawing, excused.get(port, 0.0))
+                if rows < want.allowed.numel():
                     result.boundless.append(pair.name)
         elif worst:
             finding, rows, ratio = _bit_by_bit(pair, want, where, drawing)
@@ -169,10 +163,10 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
 
 
 def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared: float) -> tuple[Finding | None, int, float | None]:
-    """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
+    """Judge an output by its bound. Returns a finding or None, the number of judged rows, and the largest error over its tolerance.
 
     If the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up to
-    `spared` times the tolerance need no runs beyond those. Raises _Boundless.
+    `spared` times the tolerance need no runs beyond those.
     """
     wide, want = pair.got.detach().double(), bound.value
     error = _errors(pair.got, bound)
@@ -181,13 +175,11 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared:
     if not bool(want.isfinite().all()):
         # our own failure, not one of the implementation
         raise ArithmeticError(f"the truth of {pair.name} is not finite")
-    if bool(bound.allowed.isfinite().all()):
-        worst, ratio, bound = _examined(error, bound.sufficient(error), max(1.0, spared))
-    if not bool(bound.allowed.isfinite().all()):
-        raise _Boundless
-    over = ratio > 1
+    worst, ratio, bound = _examined(error, bound.sufficient(error), max(1.0, spared))
+    over, limited = ratio > 1, bound.allowed.isfinite()
+    rows = int(limited.sum())
     if not bool(over.any()):
-        return None, error.numel(), float(ratio.flatten()[worst])
+        return None, rows, float(ratio.flatten()[worst])
     first = int(over.flatten().nonzero()[0])
     bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
@@ -204,9 +196,9 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared:
         _some(wide, worst, error.ndim),
         _some(want, worst, error.ndim),
         port=pair.port,
-        picture=_picture(ratio.where(error.isfinite(), error), lay_out(pair, error.shape)),
+        picture=_picture(ratio.where(error.isfinite() | ~limited, error), lay_out(pair, error.shape)),
     )
-    return finding, error.numel(), float(ratio.flatten()[worst])
+    return finding, rows, float(ratio.flatten()[worst])
 
 
 def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bound]:
@@ -239,8 +231,9 @@ def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bo
         seen |= row
     near = (ratio > NEAR) & ~seen
     if most == 1 and bound.finer is not None and bool(near.any()):
-        allowed = torch.maximum(allowed, bound.refined(near).allowed)
-        ratio = torch.where(near, error / allowed, ratio)
+        fine = bound.refined(near)
+        allowed = torch.maximum(allowed, fine.allowed)
+        ratio = torch.where(near, dataclasses.replace(fine, allowed=allowed).ratios(error), ratio)
     return int(ratio.argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
 
 
