@@ -83,7 +83,8 @@ class Bound:
     `sure` is 1 for RUNS runs or more. A bound of fewer runs has `sure` below 1: the tolerance of RUNS runs is at least `sure` times
     this `allowed`. If no error exceeds that product, RUNS runs would find none broken either; otherwise more runs are needed.
 
-    An error that exceeds `allowed` by more than the factor `clear` is broken, whatever more runs would allow.
+    An error that exceeds `allowed` by more than the factor `clear` is broken, whatever more runs would allow; none is, not even
+    NaN, if `clear` is infinite.
     """
 
     value: Tensor
@@ -109,7 +110,7 @@ class Bound:
         """Return what is known of a row whose error is `ratio` times its tolerance, if it may be `most` times the tolerance."""
         if ratio <= (most if self.sure == 1 else self.sure):
             return Decision.RIGHT
-        wrong = self.finer is None or (self.sure == 1 and ratio >= most * self.clear)
+        wrong = self.finer is None or (self.sure == 1 and math.isfinite(self.clear) and ratio >= most * self.clear)
         return Decision.WRONG if wrong else Decision.UNDECIDED
 
     def refined(self, rows: Tensor) -> "Bound":
