@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from properties.traces.laws import TRACE_LAWS
 from tests.drawn import verdicts_of
 from verify.adapters.base import Engine
 from verify.adapters.gdn.pool import Progress
-from verify.bench.failing import FailingOperation
+from verify.bench.failing import Counts, FailingOperation
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
@@ -157,22 +157,30 @@ def test_every_call_of_an_engine_fails_that_gets_memory() -> None:
 def test_what_writes_to_a_tensor_that_is_there_gets_no_memory() -> None:
     x, y = torch.zeros(2, 3), torch.ones(3)
 
-    def counted(call: Callable[[], object], *, allocations: bool) -> bool:
-        with contextlib.suppress(torch.OutOfMemoryError), FailingOperation(1, "allocations" if allocations else "all") as fault:
-            call()
-        return fault.failed
+    def counted(call: Callable[[], object]) -> list[str]:
+        found = list[str]()
+        for counts in get_args(Counts):
+            with contextlib.suppress(torch.OutOfMemoryError), FailingOperation(1, counts) as fault:
+                call()
+            found += [counts] * fault.failed
+        return found
 
-    for call, both in [
-        (lambda: x[0].copy_(y), False),
-        (lambda: x.__setitem__(0, 0), False),
-        (lambda: torch.add(y, y, out=y), False),
-        (lambda: float(y[0]), False),
-        (lambda: y + y, True),
-        (lambda: torch.empty(2), True),
-        (lambda: y.bfloat16(), True),
-    ]:
-        assert (counted(call, allocations=False), counted(call, allocations=True)) == (True, both)
-    assert not counted(lambda: x.mT[0], allocations=False), "a view"
+    calls: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: x[0].copy_(y), ["all"]),
+        (lambda: x.__setitem__(0, 0), ["all"]),
+        (lambda: torch.add(y, y, out=y), ["all"]),
+        (lambda: float(y[0]), ["all"]),
+        (lambda: y + y, ["all", "allocations"]),
+        (lambda: y.clone(), ["all", "allocations"]),
+        (lambda: y.bfloat16(), ["all", "allocations"]),
+        (lambda: torch.empty(2), ["all", "allocations", "made"]),
+        (lambda: torch.zeros_like(y), ["all", "allocations", "made"]),
+        (lambda: y.new_empty(3), ["all", "allocations", "made"]),
+        (lambda: torch.empty_strided((2, 3), (1, 2)), ["all", "allocations", "made"]),
+        (lambda: x.mT[0], []),  # a view
+    ]
+    for number, (call, counts) in enumerate(calls):
+        assert counted(call) == counts, number
 
 
 class ElsewhereInMemory(wrong_histories.ServesAgain):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from properties.books import book_of
-from properties.laws import history, recompute
+from properties.laws import other_calls, recompute
 from properties.laws.recompute import separations
 from properties.traces.case import TraceCase
 from properties.traces.domain import TraceDomain
@@ -119,7 +119,7 @@ def test_fewer_calls_or_one_packing_would_not_show_it(kind: type, count: int, mo
     """A ring of eight buffers outlasts seven later calls, and nine calls of one packing share a buffer."""
 
     def fewer(case: Any, domain: Any, device: str) -> list[Any]:
-        later = history.later_cases(case, domain, device, count)
+        later = other_calls.later_cases(case, domain, device, count)
         return [dataclasses.replace(one, lengths=later[0].lengths) for one in later]
 
     monkeypatch.setattr(recompute, "later_cases", fewer)

@@ -2,11 +2,8 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
-import threading
 import time
-import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -18,7 +15,8 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.laws.history import HISTORIES, other_kinds, rotated
+from properties.laws.history import HISTORIES
+from properties.laws.other_calls import other_kinds, rotated
 from properties.paths.laws import PATH_LAWS
 from properties.rules.domain import Domain
 from properties.words.example import Example
@@ -30,18 +28,14 @@ from verify.bench import addresses
 from verify.bench import at_once as calls_at_once
 from verify.bench.adapter_bench import AdapterBench
 from verify.bench.faults import AdapterFault
-from verify.engine import explaining
 from verify.engine.asking import ask_afresh
-from verify.engine.check import Check
 from verify.engine.drawing import of_law
-from verify.engine.law_check import LawCheck
-from verify.engine.profiles import PROFILES, Profile
-from verify.engine.state import Settings
+from verify.engine.profiles import PROFILES
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.line import Run
 from verify.findings.store import Store
-from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
 from verify.zoo import wrong_histories
 from verify.zoo.animals import animals, right_of
@@ -334,89 +328,6 @@ def test_sequences_of_unequal_lengths_alone_show_what_is_kept_by_their_number_an
     for name, verdict in (("LengthsOfTheFirstShape", Verdict.BROKEN), ("SharesAndRemembers", Verdict.HOLDS)):
         assert {execute(Run("earlier", f"zoo/{name}", example)).verdict for example in examples} == {verdict}
     assert law.always(dataclasses.replace(domain, packed=False)) == law.always(kept) == []
-
-
-class BreaksInTheEnd(Chunkwise):
-    """Call number 130 of a process and all later ones are wrong, so no single line of fewer calls shows it."""
-
-    calls: ClassVar[int] = 0
-
-    def run(self, x: Inputs) -> Any:
-        type(self).calls += 1
-        o, state = super().run(x)
-        return (o + 1, state) if self.calls >= 130 else (o, state)
-
-
-class BreaksInOneProcess(BreaksInTheEnd):
-    """As BreaksInTheEnd, and only if no file of that name is there yet, so that no other process can show it."""
-
-    def run(self, x: Inputs) -> Any:
-        if self.calls == 128:
-            try:
-                pathlib.Path(os.environ["ONE_PROCESS"]).touch(exist_ok=False)
-            except FileExistsError:
-                type(self).calls = -1000
-        return super().run(x)
-
-
-@pytest.mark.slow
-def test_what_a_fresh_process_does_not_repeat_after_earlier_cases_either_is_undecided(
-    worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONE_PROCESS", str(tmp_path / "there"))
-    worker.end()
-    settings = Settings(f"{HERE}:BreaksInOneProcess", ["history"], Profile("few", 12))
-    with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
-        (report,) = check.run()
-    assert report.verdict is Verdict.UNKNOWN
-    assert "not again in a fresh worker" in report.reason
-
-
-@pytest.mark.slow
-def test_what_a_fresh_process_repeats_after_earlier_cases_is_broken(
-    worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(explaining, "SHRINK_RUNS", 5)  # each makes 130 calls
-    settings = Settings(f"{HERE}:BreaksInTheEnd", ["history"], Profile("few", 12))
-    with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
-        (report,) = check.run()
-    assert (report.verdict, report.repeats) == (Verdict.BROKEN, "after others")
-    assert report.after
-
-
-@pytest.mark.parametrize(
-    ("variant", "again", "verdict"),
-    [
-        ("threads", [Verdict.HOLDS, Verdict.HOLDS, Verdict.BROKEN], Verdict.BROKEN),
-        ("streams", [Verdict.HOLDS] * 3, Verdict.UNKNOWN),
-        ("others", [Verdict.HOLDS, Verdict.BROKEN], Verdict.UNKNOWN),
-    ],
-)
-def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
-    variant: str, again: list[Verdict], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter(again)
-    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
-    monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
-    law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._worker = types.SimpleNamespace(ran=[], deadline_s=1.0)
-    law_check._state = types.SimpleNamespace(
-        defects=types.SimpleNamespace(explain=lambda *_: False), store=None, stopped=threading.Event()
-    )
-    law_check._before = {}
-    broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
-    run = Run.parse(f"law=history variant={variant} adapter={HERE}:Chunkwise lengths=4")
-    assert law_check._confirmed(run, broken).verdict is verdict
-
-
-def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
-    law_check: Any = LawCheck.__new__(LawCheck)
-    law_check._worker, law_check._before = types.SimpleNamespace(ran=[]), {}
-    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
-    broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
-    run = Run.parse(f"law=history variant=others adapter={HERE}:Chunkwise lengths=4")
-    assert law_check._confirmed(run, broken).verdict is Verdict.KNOWN
 
 
 def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_after_an_error() -> None:

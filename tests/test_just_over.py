@@ -8,6 +8,7 @@ import pytest
 from properties.books import book_of
 from properties.words.example import Example
 from tests import wrong_just_over as wrong
+from tests import wrong_just_over_pools as pools
 from tests import wrong_just_over_served as served
 from tests.drawn import domain_in_a_check, in_a_check, spec_of
 from verify.execution.execute import execute
@@ -17,13 +18,13 @@ from verify.process.outcome import Verdict
 OTHERS = 3  # examples of the law that are drawn, with which the implementation holds
 # The law that shows each of them, and what the lines have that show it: of the cases of a check at fixed places, no other does.
 SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
-    served.PoolPairsOfValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
-    served.TreesInARing: ("oracle", ("drafts=tree",)),
-    served.ParentsOf7Bits: ("oracle", ("lengths=259+259",)),
-    served.FourOfAKeyHead: ("oracle", ("heads=16 value_heads=272",)),
+    pools.PoolPairsOfValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
+    pools.TreesInARing: ("oracle", ("drafts=tree",)),
+    pools.ParentsOf7Bits: ("oracle", ("lengths=259+259",)),
+    pools.FourOfAKeyHead: ("oracle", ("heads=16 value_heads=272",)),
     served.ServedPairsOfValueHeads: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     wrong.LayerPairsOfValueHeads: ("oracle", ("heads=16 value_heads=272",)),
-    served.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
+    pools.LaunchesOf16Bits: ("oracle", ("heads=64 value_heads=64",)),
     served.StagedByRow: ("session", ("/p:a1,b66,e1,c1,d64/",)),
     wrong.StatesOfTheLastTile: ("oracle", ("lengths=193+385+641+769+1025",)),
     wrong.StatesOfLaterLaunches: ("recall", ("heads=1024 value_heads=1024",)),
@@ -45,7 +46,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.LayerOneTokenIsTheFirst: ("oracle", ("lengths=0+1+0",)),
     wrong.OneTokenEach: ("oracle", ("lengths=0+3+0",)),
     wrong.SpeedsOf1024Sequences: ("oracle", ("lengths=1+2+3+1+2+3",)),
-    served.BlocksOf6Bits: ("blocks", ("op=decode",)),
+    pools.BlocksOf6Bits: ("blocks", ("op=decode",)),
     wrong.ChunksOf11Bits: ("recall", ("lengths=131137",)),
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
@@ -53,17 +54,17 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.BiasOfAFullBlock: ("oracle", ("out_width=515",)),
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
-    served.FreshUpTo1024: ("oracle", ("=1x2060", "heads=64 value_heads=64")),
-    served.FreshUpTo2048: ("oracle", ("=1x2060",)),
-    served.FlagsOfTheFirstLaunch: ("oracle", ("heads=64 value_heads=64",)),
-    served.SinglesAreAccepted: ("oracle", ("lengths=1+1+1 ",)),
-    served.NothingToDo: ("oracle", ("lengths=0+0",)),
+    pools.FreshUpTo1024: ("oracle", ("=1x2060", "heads=64 value_heads=64")),
+    pools.FreshUpTo2048: ("oracle", ("=1x2060",)),
+    pools.FlagsOfTheFirstLaunch: ("oracle", ("heads=64 value_heads=64",)),
+    pools.SinglesAreAccepted: ("oracle", ("lengths=1+1+1 ",)),
+    pools.NothingToDo: ("oracle", ("lengths=0+0",)),
     served.WholeDraftsAtBlockEnds: ("session", ("/p:a124,b124,c124",)),
     served.WholeDraftsAtEndsOf64: ("session", ("p:a62,b62,c62",)),
     served.FreesByPrefix: ("ledger", ("p:a64,ab64",)),
-    served.AcceptedUpTo64: ("oracle", ("lengths=3x690",)),
-    served.SlabsOf2048: ("oracle", ("lengths=3x690",)),
-    served.PoolHeadsOf7Bits: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272", "lengths=1 value_heads=257")),
+    pools.AcceptedUpTo64: ("oracle", ("lengths=3x690",)),
+    pools.SlabsOf2048: ("oracle", ("lengths=3x690",)),
+    pools.PoolHeadsOf7Bits: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272", "lengths=1 value_heads=257")),
     served.StepsInParts: ("session", ("trace=p:a127,b127",)),
     served.StepsUpTo8192: ("session", ("trace=p:a127,b127",)),
     served.RowsUpTo128: ("session", ("slots=260",)),
@@ -90,11 +91,11 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SumsOf256Chunks: ("oracle", ("lengths=16450",)),
     wrong.DecaysOf13Bits: ("oracle", ("lengths=8195",)),
     wrong.ValuesUpTo512: ("oracle", ("value_dim=515",)),
-    served.SlotsOf16Bits: ("oracle", ("spare=65536",)),
-    served.SlotsOf16BitsWithASign: ("oracle", ("spare=65536",)),
-    served.AcceptedOf7Bits: ("oracle", ("lengths=130+130+130",)),
-    served.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
-    served.DraftsUpTo256: ("oracle", ("lengths=3x690",)),
+    pools.SlotsOf16Bits: ("oracle", ("spare=65536",)),
+    pools.SlotsOf16BitsWithASign: ("oracle", ("spare=65536",)),
+    pools.AcceptedOf7Bits: ("oracle", ("lengths=130+130+130",)),
+    pools.AcceptedOfWholeTiles: ("oracle", ("lengths=70+70+70",)),
+    pools.DraftsUpTo256: ("oracle", ("lengths=3x690",)),
     served.TransfersOfWholePages: ("ledger", ("key_dim=40 value_dim=40",)),
     served.OneBufferOfGraphs: ("ledger", ("/d:a,b/v2:a1,b1,c1",)),
     served.MaskOf32Rows: ("session", ("slots=260",)),
@@ -122,7 +123,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
 RIGHT = {
     wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
     served.EmptyOnTwoRanks: "tests/wrong_just_over_served.py:ReturnsStates",
-    served.ParentsOf7Bits: "tests/wrong_just_over_served.py:LongTrees",
+    pools.ParentsOf7Bits: "tests/wrong_just_over_pools.py:LongTrees",
     wrong.SpeedsOf1024Sequences: "tests/right_interfaces.py:FusedGates",
 }
 
@@ -179,6 +180,6 @@ def test_of_very_many_requests_real_ones_are_judged(words: str) -> None:
     """Some of the requests are padding, or keep a part of their tokens. The judged ones are chosen among those that are real."""
     lengths = "+".join(["1", "2"] * 550) if "accepted" in words else "+".join(["1"] * 1100)
     line = f"law=oracle adapter={{}} op=decode lengths={lengths} packed=yes heads=64 value_heads=64 key_dim=1 value_dim=1 {words}"
-    right, of_16_bits = (execute(Run.parse(line.format(spec))) for spec in ("zoo/Serving", spec_of(served.LaunchesOf16Bits)))
+    right, of_16_bits = (execute(Run.parse(line.format(spec))) for spec in ("zoo/Serving", spec_of(pools.LaunchesOf16Bits)))
     assert (right.verdict, of_16_bits.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
     assert 0 < max(right.ratios.values()) < 1

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from verify.cli.exits import BROKEN, HOLDS
 from verify.cli.main import main
 from verify.engine import explaining
 from verify.engine.check import Check
+from verify.engine.law_check import LawCheck
 from verify.engine.profiles import Profile
 from verify.engine.repeating import Explained, explain_repeating, fewest
 from verify.engine.state import Settings
@@ -25,7 +27,7 @@ from verify.findings.known import NO_DEFECTS
 from verify.findings.law_report import LawReport
 from verify.findings.report import laws_that_hold, times
 from verify.findings.store import Store
-from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 SPEC = "tests/right.py:Chunkwise"
 FOUND = f"law=oracle adapter={SPEC} lengths=130 key_dim=64 value_dim=32 gate=64 state=random backward=no seed=7"
@@ -235,3 +237,62 @@ def test_a_check_breaks_the_law_and_says_so(
     data = json.loads(json.dumps(report.to_json()))
     assert (data["repeats"], len(data["after"]) > 0) == (repeats, repeats == "after others")
     assert 0 < data["shrink_s"] <= data["wall_s"]
+
+
+@pytest.mark.slow
+def test_what_a_fresh_process_does_not_repeat_after_earlier_cases_either_is_undecided(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONE_PROCESS", str(tmp_path / "there"))
+    settings = Settings("tests/wrong_repeats.py:BreaksInOneProcess", ["history"], Profile("few", 12))
+    with Check(settings, 1, Store(tmp_path), defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.UNKNOWN
+    assert "not again in a fresh worker" in report.reason
+
+
+@pytest.mark.slow
+def test_what_a_fresh_process_repeats_after_earlier_cases_is_broken(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 5)  # each makes 130 calls
+    settings = Settings("tests/wrong_repeats.py:BreaksInTheEnd", ["history"], Profile("few", 12))
+    with Check(settings, 1, Store(tmp_path), defects=[]) as check:
+        (report,) = check.run()
+    assert (report.verdict, report.repeats) == (Verdict.BROKEN, "after others")
+    assert report.after
+
+
+@pytest.mark.parametrize(
+    ("variant", "again", "verdict"),
+    [
+        ("threads", [Verdict.HOLDS, Verdict.HOLDS, Verdict.BROKEN], Verdict.BROKEN),
+        ("streams", [Verdict.HOLDS] * 3, Verdict.UNKNOWN),
+        ("others", [Verdict.HOLDS, Verdict.BROKEN], Verdict.UNKNOWN),
+    ],
+)
+def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
+    variant: str, again: list[Verdict], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(again)
+    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
+    monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
+    law_check: Any = LawCheck.__new__(LawCheck)
+    law_check._worker = types.SimpleNamespace(ran=[], deadline_s=1.0)
+    law_check._state = types.SimpleNamespace(
+        defects=types.SimpleNamespace(explain=lambda *_: False), store=None, stopped=threading.Event()
+    )
+    law_check._before = {}
+    broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
+    run = Run.parse(f"law=history variant={variant} adapter=tests/test_repeats.py:Chunkwise lengths=4")
+    assert law_check._confirmed(run, broken).verdict is verdict
+
+
+def test_a_failure_that_a_known_defect_explains_needs_no_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: pytest.fail("a new process takes seconds on a GPU"))
+    law_check: Any = LawCheck.__new__(LawCheck)
+    law_check._worker, law_check._before = types.SimpleNamespace(ran=[]), {}
+    law_check._state = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: types.SimpleNamespace(kernel="")))
+    broken = Outcome(Verdict.BROKEN, findings=[Finding("dg", FailureKind.OFF, "is off")])
+    run = Run.parse("law=history variant=others adapter=tests/test_repeats.py:Chunkwise lengths=4")
+    assert law_check._confirmed(run, broken).verdict is Verdict.KNOWN

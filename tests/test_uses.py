@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from properties.books import book_of
-from properties.laws.history import CROWDED, later_cases, moved
+from properties.laws.other_calls import CROWDED, later_cases, moved
 from properties.paths import checks
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain

@@ -4,17 +4,15 @@ A history is a short sequence of calls in one process. Every call of it is judge
 is one kind of history, so a line repeats it in any process.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from oracles.operation import NAMES, Inputs
+from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.law import (
     Bench,
@@ -31,19 +29,22 @@ from properties.laws.law import (
     present,
     with_others,
 )
+from properties.laws.other_calls import (
+    CROWDED,
+    LATER,
+    complete,
+    later_in_float32,
+    moved,
+    other_kinds,
+    rotated,
+    with_settings,
+)
 from properties.seeds import further_apart
 from properties.words.example import Example
 from properties.words.sizes import named
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
 HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
-LATER = 9  # calls after the first one: an implementation may keep what eight calls of a shape need
-# Words of a case that a call has beside its tensors, which differ between calls that are in flight at the same time. On a GPU these
-# are words for which no kernel is compiled.
-SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")
-SETTINGS = (*SETTINGS_ON_GPU, "scale", "activation", "qk_norm", "qk_norm_form", "gating", "lower_bound")
-OPTIONAL = ("weight", "bias", "dt_bias")  # words that say whether a call has this parameter
-CROWDED = 10  # sequences, so that an offset can move behind the first eight, by which an implementation may know the others
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
 EACH = 48  # so many of the first operations of a call fail in the history `failed`, one in each call
@@ -61,15 +62,15 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
       packed sequences, two late offsets alone are other, and have the same sum.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
-    - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors. After the
-      first comes one under `no_grad` with other numbers in the same shapes, as an evaluation between two steps of training.
+    - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors. After
+      the first, a call under `no_grad` has other numbers in the same shapes, as an evaluation between two steps of training has.
     - `no_grad`: LATER calls under `no_grad` with other numbers in the same shapes. They must not change what the first returned.
       Then their tensors get the first call's numbers through `.data`, as optimizers and weight loaders do it, which leaves their
       versions as they are, and the implementation is called again.
     - `inference`: a call under `inference_mode` gives what it gives under `no_grad`, and a later call may compute gradients.
     - `refused`: a call between in which a required tensor is None, so that most implementations raise.
-    - `failed`: calls before in which an operation fails as if memory had run out, each time another one. In every other case those
-      that make a tensor out of nothing, such as a workspace, come first.
+    - `failed`: calls before in which an operation fails as if memory had run out, each time another one. In every other case,
+      operations that make a tensor out of nothing, such as a workspace, fail first.
     - `threads`, `streams`: two calls at the same time, in two threads or on two CUDA streams.
 
     A repeated call is compared bit for bit only after calls of the same shapes. A compiler may make a new program for other shapes,
@@ -90,123 +91,9 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from play(bench, example)
 
 
-def rotated(case: Any, domain: Any = None) -> Any:
-    """Return the case with other numbers and, if it is packed, with other lengths; all shapes stay.
-
-    The lengths are those of the case in another order. With a domain, they are in every other case lengths whose offsets have the
-    same sum, if the domain has such lengths.
-    """
-    other = with_others(case, domain)
-    if not other.packed:
-        return other
-    lengths = (*case.lengths[1:], case.lengths[0])
-    if domain is not None and (case.seed % 2 or lengths == case.lengths):
-        lengths = next(_others_inside(case, domain, range(2, len(case.lengths)), (1, -2, 1)), lengths)
-    return dataclasses.replace(other, lengths=lengths)
-
-
-def moved(case: Any, domain: Any) -> Any | None:
-    """Return the case with late offsets elsewhere and as many sequences and tokens; None if it has no such offset.
-
-    These are two whose sum stays, or one if there are none.
-    """
-    places = range(len(case.lengths) - 1, CROWDED - 2, -1) if case.packed else range(0)
-    ways = (lengths for changes in ((1, -2, 1), (-1, 1)) for lengths in _others_inside(case, domain, places, changes))
-    lengths = next(ways, None)
-    return None if lengths is None else dataclasses.replace(case, lengths=lengths)
-
-
-def _others_inside(case: Any, domain: Any, places: Sequence[int], changes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the case's lengths with the changes added to those that end at each place, and subtracted, where that is in the domain.
-
-    Changes are in steps of the domain.
-    """
-    for place in places:
-        for step in (domain.length_step, -domain.length_step):
-            lengths = [*case.lengths]
-            for number, change in enumerate(changes, place - len(changes) + 1):
-                lengths[number] += step * change
-            with contextlib.suppress(ValueError):
-                if domain.outside(dataclasses.replace(case, lengths=tuple(lengths))) is None:
-                    yield tuple(lengths)
-
-
-def later_cases(case: Any, domain: Any, device: str, count: int = LATER) -> list[Any]:
-    """Return `count` cases of the same shapes, with other numbers, packings and settings, as far as these are inside the domain.
-
-    On a GPU, words for which kernels would be compiled stay.
-    """
-    other, found = rotated(case, domain), list[Any]()
-    for number, lengths in zip(range(1, count + 1), itertools.cycle(_packings(other, domain, count)), strict=False):
-        one = dataclasses.replace(other, lengths=lengths, seed=case.seed ^ number)
-        found.append(_with_settings(one, case, domain, device, number))
-    return found
-
-
-def _packings(case: Any, domain: Any, count: int) -> list[tuple[int, ...]]:
-    """Return up to `count` ways to have the case's tokens in as many sequences, beginning with its own."""
-    found = [case.lengths]
-    if case.packed and len(case.lengths) > 1:
-        places = range(1, len(case.lengths))
-        steps = range(1, max(case.lengths) + 1)
-        others = (one for step in steps for one in _others_inside(case, domain, places, (step, -step)))
-        found += itertools.islice((one for one in others if one != case.lengths), count - 1)
-    return [*dict.fromkeys(found)]
-
-
-def _with_settings(other: Any, case: Any, domain: Any, device: str, number: int) -> Any:
-    """Return the case `other` with another value than `case` in every setting that has one; `number` decides which."""
-    for name in SETTINGS if device == "cpu" else SETTINGS_ON_GPU:
-        word = case.WORDS.get(name)
-        if word is None or (word.key and device != "cpu"):
-            continue
-        values = [value for value in word.choices or (False, True) if value != getattr(case, name)]
-        for turn in range(len(values)):
-            with contextlib.suppress(ValueError):
-                changed = dataclasses.replace(other, **{name: values[(number + turn) % len(values)]})
-                if changed.spec == case.spec and domain.outside(changed) is None:
-                    other = changed
-                    break
-    return other
-
-
-def complete(case: Any, domain: Any) -> Any:
-    """Return the case with every parameter in OPTIONAL that it and the domain can have."""
-    for name in OPTIONAL:
-        if getattr(case, name, True) is False:
-            with contextlib.suppress(ValueError):
-                changed = dataclasses.replace(case, **{name: True})
-                case = case if domain.outside(changed) else changed
-    return case
-
-
 def order_of(example: Example) -> int:
     """Return in which of two orders a history looks for other shapes and dtypes. The first of each are taken, and need kernels."""
     return example.case.seed % 2 if example.variant == "others" else 0
-
-
-def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
-    """Return the case in other shapes and in another dtype, as far as that is inside the domain, each with what is other."""
-    lengths, other, step = case.lengths, with_others(case, domain), domain.length_step
-    more = 2 if step == 1 else step
-    longer = (*lengths, lengths[0] + more) if case.packed else tuple(length + more for length in lengths)
-    fewer = lengths[1:] if len(lengths) > 1 else (max(1, lengths[0] // 2 // step) * step,)
-    changes = [("shapes", {"lengths": sizes}) for sizes in (longer, fewer)]
-    changes += [("dtypes", {"dtype": dtype}) for dtype in NAMES.values() if dtype != case.dtype]
-    found: dict[str, Any] = {}
-    for what, change in changes[:: 1 if case.seed % 2 else -1]:  # one of each, so that a history is short
-        try:
-            changed = dataclasses.replace(other, **change)
-        except ValueError:
-            continue
-        if change.get("lengths") != lengths and domain.outside(changed) is None:
-            found.setdefault(what, changed)
-    return [*found.items()]
-
-
-def _later_in_float32(case: Any, domain: Any) -> bool:
-    """Return whether a case is in 16 bits, and the history `others` calls it in float32 too."""
-    return case.dtype != "fp32" and any(other.dtype == "fp32" for _, other in other_kinds(domain, case))
 
 
 def _repeated(bench: Bench, got: Results, once: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
@@ -263,14 +150,13 @@ def _gradients(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
     leaves, bounds = _leaves(case, inputs), bench.bounds(inputs, cotangents)
-    other = bench.call(with_others(case, bench.domain))[0]
-    rounds = []
-    for between in ((other,), ()):
-        with torch.no_grad():
-            rounds.append(bench.run(leaves, None, same_objects=True))
-            for evaluated in between:
-                bench.run(evaluated, None)
-        rounds.append(bench.run(leaves, cotangents, same_objects=True))
+    with torch.no_grad():
+        rounds = [bench.run(leaves, None, same_objects=True)]
+        bench.run(bench.call(with_others(case, bench.domain))[0], None)
+    rounds.append(bench.run(leaves, cotangents, same_objects=True))
+    with torch.no_grad():
+        rounds.append(bench.run(leaves, None, same_objects=True))
+    rounds.append(bench.run(leaves, cotangents, same_objects=True))
     yield from pairs_of(rounds[0], bounds, "of a call under no_grad")
     yield from pairs_of(rounds[1], bounds, "of a call with gradients, after one under no_grad")
     for number in (2, 3):
@@ -351,9 +237,9 @@ def failures(bench: Bench, inputs: Inputs, cotangents: Cotangents, seed: int) ->
     """Let calls fail, and yield the number of the operation that failed and the inputs as the call left them.
 
     Each of the first EACH operations fails, and then some that lie further apart. The numbers increase, so that what a call keeps
-    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left. Then each of the
-    LAST operations of the call fails too, before which a call may have written to what it keeps. With an odd seed, each of the
-    first MADE operations that make a tensor fails before. Such a one may be the last of many operations.
+    for ever is not yet there, and then decrease, so that a later call does not clear away what a call has left. The decreasing ones
+    begin with the LAST operations of the call, where it may have written to what it keeps. With an odd seed, each of the first MADE
+    operations that make a tensor fails before all others, because it may come behind many operations.
     """
     made = range(1, MADE + 1) if seed % 2 else ()
     for number in made:
@@ -435,7 +321,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
 
     def serving(domain: Any, step: st.SearchStrategy[Any]) -> list[Example]:
         found = firm_with_states(domain, step, "inference")
-        others = [_with_settings(one.case, one.case, domain, "cpu", 0) for one in found]
+        others = [with_settings(one.case, one.case, domain, "cpu", 0) for one in found]
         return [*found, *(Example(other, None, "inference") for other in others if other != found[0].case)]
 
     def sized(domain: Any, tokens: int, **more: Any) -> st.SearchStrategy[Any]:
@@ -463,7 +349,7 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
             firm = cases(domain, values="ordinary", **more)
             return firm.filter(lambda case: case.tokens > 0 and case.backward == domain.backward)
 
-        halves = drawn().filter(lambda case: _later_in_float32(case, domain))
+        halves = drawn().filter(lambda case: later_in_float32(case, domain))
         # A process takes about a second to start where kernels are interpreted.
         ways = {domain.packs, not domain.batched} if domain.drawing.quick else {domain.packs}
         modes = (examples_of(drawn(packed=packed), None, ("inference",)) for packed in sorted(ways))

@@ -15,7 +15,6 @@ from torch import Tensor
 from oracles.operation import Inputs, gradient_name
 from oracles.tolerance.bound import ANY, Bound
 from properties.laws.common import require
-from properties.laws.history import later_cases
 from properties.laws.law import (
     Bench,
     Cotangents,
@@ -30,6 +29,7 @@ from properties.laws.law import (
     present,
     with_others,
 )
+from properties.laws.other_calls import later_cases
 from properties.laws.views import view
 from properties.words.domain import takes_view
 from properties.words.example import Example

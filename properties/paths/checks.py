@@ -21,8 +21,8 @@ from oracles.operation import Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import ORIGIN, Bound
-from properties.laws.history import later_cases, other_kinds, rotated
 from properties.laws.law import Blind, Breach, Cotangents, Pair, Results, present, with_others
+from properties.laws.other_calls import later_cases, other_kinds, rotated
 from properties.laws.recompute import LAST_BUT_ONE, separations
 from properties.paths.bench import PathBench
 from properties.paths.case import ParallelCase

@@ -9,8 +9,8 @@ from torch import Tensor
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
 from properties.laws.far_views import FAR, SPAN, apart, far, far_rows, require_long
-from properties.laws.history import moved
 from properties.laws.law import Bench, Blind, Pair, bits, present, spread, visible
+from properties.laws.other_calls import moved
 from properties.laws.views import bytes_of, spaced, view, views_of
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain

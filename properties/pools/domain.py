@@ -163,7 +163,8 @@ TREE, LARGE_TREE = 16, 259  # most tokens of a drawn tree, as the oracle compute
 _NUMBERS = 2**17  # most numbers in a pool
 MANY_HEADS = 257  # just over 8 bits
 MANY_BEGINS = 2060  # requests of which some begin: over two flags for each of the 1,024 threads of a block
-MANY_DRAFTS, CUTS = 690, (512, 1024, 2048)  # requests of three tokens, which end at no power of two, and such numbers of tokens
+MANY_DRAFTS = 690  # requests of three tokens
+CUTS = (512, 1024, 2048)  # numbers of tokens after which a call may be cut: no request of three tokens ends there
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
 MANY_PROGRAMS = 64  # heads of over 1,024 requests, which together are over 65,535
@@ -267,15 +268,17 @@ def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase
 
 
 def _cut_drafts(domain: PoolDomain, words: dict[str, Any]) -> PoolCase:
-    """Return a case of requests of three tokens, of which the one at each of CUTS keeps fewer tokens than lie before that number.
+    """Return a case of requests of three tokens.
 
+    A request with tokens on both sides of a number of CUTS keeps fewer than those before it, if the domain allows so few.
     What takes so many tokens at a time then needs the state after tokens that are not kept.
     """
-    accepted = "any" if domain.rejects and domain.accepts else "some" if domain.accepts else "all"
+    least = 0 if domain.rejects else 1
+    accepted = ("any" if domain.rejects else "some") if domain.accepts else "all"
     lengths = (min(3, domain.most_tokens),) * MANY_DRAFTS
     cases = (PoolCase(lengths, accepted=accepted, seed=seed, **words) for seed in itertools.count())
-    cuts = [divmod(cut, 3) for cut in CUTS if cut % 3 == 2 or accepted == "any"] if domain.accepts and lengths[0] == 3 else []
-    return next(case for case in cases if all(case.accepted_counts[request] < before for request, before in cuts))
+    cuts = [divmod(cut, 3) for cut in CUTS] if domain.accepts and lengths[0] == 3 else []
+    return next(case for case in cases if all(case.accepted_counts[request] < before for request, before in cuts if before > least))
 
 
 def _keeping(counts: range, length: int, words: dict[str, Any]) -> PoolCase:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from oracles.tolerance.bound import Bound
-from properties.laws.history import AT_ONCE, LATER, at_once, failures
+from properties.laws.history import AT_ONCE, at_once, failures
 from properties.laws.law import Bench, Blind, Pair, bits, either, examples_of
+from properties.laws.other_calls import LATER
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain, pool_cases
 from properties.pools.rows import equal, judged, meaningful, only, other_of

@@ -24,7 +24,7 @@ from properties.words.line import MAX_WIDTH
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
 DECAYING = ("10", "64")  # gates with which one token changes much of a state and leaves much of it
-MANY_HEADS = 66  # a part of a block more than two of 32 heads
+BLOCKS_OF_HEADS = (33, 66)  # key heads and value heads: over a block of 32, and over two
 NEW_REQUESTS, NEW_TOKENS = 15, 11  # requests of a call, and tokens of each, that no other case has
 
 
@@ -80,9 +80,10 @@ def _failing(domain: PoolDomain) -> list[Example]:
     steps = pool_cases(domain, kinds=("steps",), padded="none", accepted="all", fresh="none", state="random", **usual, **narrow)
     steps = steps.filter(lambda case: case.packed != domain.rule.batched and len(case.lengths) > 1 and min(case.lengths) > 0)
     new = new.filter(lambda case: domain.outside(case) is None)
-    heads = ((MANY_HEADS // 2, MANY_HEADS // 2 * 2),) if domain.rule.grouped_heads else ((MANY_HEADS, MANY_HEADS),)
+    keys, heads = BLOCKS_OF_HEADS
+    groups = ((keys if domain.rule.grouped_heads else heads, heads),)
     small = {"value_dim": values_of(domain.rule, 16), "spare": 1, "padded": "none", **narrow}
-    many = pool_cases(domain, most=1, kinds=("steps",), groups=heads, **small).filter(lambda case: domain.outside(case) is None)
+    many = pool_cases(domain, most=1, kinds=("steps",), groups=groups, **small).filter(lambda case: domain.outside(case) is None)
     return firm_examples(domain, *blocks, *(examples_of(drawn, None, ("failed",)) for drawn in (new, steps, many)))
 
 
