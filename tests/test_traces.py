@@ -637,7 +637,6 @@ def test_a_transfer_cuts_a_window_by_its_sections() -> None:
 def test_what_nobody_does_is_blind() -> None:
     assert outcome("alone", TraceCase("p:a1/d:a"), PoolEngine) == "blind"
     assert outcome("session", TraceCase("f:a"), PoolEngine) == "blind"
-    assert outcome("renamed", TraceCase("p:a1", slots=1), PoolEngine) == "blind"
 
 
 def test_a_session_is_judged_from_the_bits_before_each_step() -> None:

@@ -5,7 +5,8 @@ rejected. Every comparison names the request and the event.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from properties.laws.law import Blind, Breach, Law, Pair, all_variants, bits, ex
 from properties.traces.case import MOST_SLOTS, MOST_WIDTH, TAG_CHANNELS, TAGGED, TraceCase
 from properties.traces.domain import TraceDomain
 from properties.traces.drawing import VALUE_WIDTHS, trace_cases
-from properties.traces.events import name_of, number_of
+from properties.traces.events import Step, name_of, number_of
 from properties.traces.failing import Retried, let_fail, retried
 from properties.traces.limits import (
     admissions,
@@ -131,11 +132,10 @@ def _alone(bench: TraceBench, example: Example) -> Iterator[Pair]:
 
 
 def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
-    """After every step each slot has one owner at most. At the end, when all have left, every slot can be had again."""
+    """After every step owners of one slot have the same tokens. At the end, when all have left, every slot can be had again."""
     case: TraceCase = example.case
     engines: list[Played] = []
-    for moment in play(bench, case, before=engines.append):
-        _check_slots(engines[0], case, moment)
+    _exhaust(_in_right_slots(lambda: engines[0], case, play(bench, case, before=engines.append)))
     yield _all_slots(engines[0], case)
 
 
@@ -156,38 +156,85 @@ def _free(engine: Played) -> None:
         engine.free(owner)
 
 
-def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
-    """Raise Breach if two owners share a slot, or if a slot is outside the pool or belongs to nobody."""
-    owners, where = dict[int, str](), f"after {moment.where} of {case.trace}"
-    for owner, slot in moment.slots.items():
-        if slot in engine.unowned:
-            raise Breach("a slot that belongs to nobody is handed out", f"{named(owner)} has slot {slot} {where}")
-        if not 0 <= slot < len(engine.states):
-            raise Breach("a slot is outside the pool", f"{named(owner)} has slot {slot} of {len(engine.states)} {where}")
-        if slot in owners:
-            raise Breach("a slot has two owners", f"{named(owners[slot])} and {named(owner)} have slot {slot} {where}")
-        owners[slot] = owner
-    scratch = sorted(engine.scratch())
-    if {*scratch} & {*owners, *engine.unowned} or len({*scratch}) < len(scratch):
-        slots = ", ".join(map(str, scratch))
-        raise Breach("a slot beside a request's own has another owner", f"the slots beside requests' own are {slots} {where}")
+def _in_right_slots(engine: Callable[[], Played], case: TraceCase, moments: Iterator[Moment]) -> Iterator[Moment]:
+    """Yield the moments. Raise Breach if owners of different tokens share a slot, or if a slot is outside the pool or nobody's.
+
+    An engine may copy when it writes. Until then a request, its snapshots and its forks have the same tokens and may have one slot.
+    """
+    tokens: dict[str, tuple[Any, ...]] = {}
+    for moment in moments:
+        _go_on(tokens, moment.step)
+        owners, where, unowned = dict[int, str](), f"after {moment.where} of {case.trace}", engine().unowned
+        for owner, slot in moment.slots.items():
+            if slot in unowned:
+                raise Breach("a slot that belongs to nobody is handed out", f"{named(owner)} has slot {slot} {where}")
+            if not 0 <= slot < len(engine().states):
+                raise Breach("a slot is outside the pool", f"{named(owner)} has slot {slot} of {len(engine().states)} {where}")
+            if tokens[owners.setdefault(slot, owner)] != tokens[owner]:
+                both = f"{named(owners[slot])} and {named(owner)} have different tokens, and both have slot {slot} {where}"
+                raise Breach("a slot has two owners", both)
+        scratch = sorted(engine().scratch())
+        if {*scratch} & {*owners, *unowned} or len({*scratch}) < len(scratch):
+            slots = ", ".join(map(str, scratch))
+            raise Breach("a slot beside a request's own has another owner", f"the slots beside requests' own are {slots} {where}")
+        yield moment
+
+
+def _go_on(tokens: dict[str, tuple[Any, ...]], step: Step) -> None:
+    """Add the tokens of a step to those that owners have, as parts (event, request, number of tokens)."""
+    for row in step.rows:
+        if row.real:
+            had = ((step.event, row.request, 0),) if row.begins else tokens[row.request]
+            for owner, count in ((f"{row.request}@", row.snapshot), (row.request, row.accepted)):
+                if count is not None:
+                    tokens[owner] = (*had, (step.event, row.request, count)) if count else had
+    if step.kind == "k":
+        tokens[step.request] = tokens[f"{step.source}@" if step.snapshot else step.source]
 
 
 def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:
-    """Before the second run, requests take all slots and give them back in another order. Blind if that moves nobody."""
+    """Before the second run, requests take all slots and give them back in another order. Blind if that moves nobody.
+
+    It moves nobody where an engine always gives the first slot that is free. There the pool of both runs has a slot more, which
+    another request has in the second run.
+    """
     case: TraceCase = example.case
-    names = [name_of(number) for number in range(case.slots)]
 
     def shuffle(engine: Played) -> None:
+        names = [name_of(number) for number in range(case.slots)]
         for name in names:
             engine.admit([name])
         for name in names[1::2] + names[::2][::-1]:
             engine.free(name)
 
-    first, second = list(play(bench, case)), list(play(bench, case, before=shuffle))
-    if all(one.slots == two.slots for one, two in zip(first, second, strict=True)):
+    runs = list(play(bench, case)), list(play(bench, case, before=shuffle))
+    if not _moved(*runs) and case.slots < min(bench.domain.most_slots, MOST_SLOTS):
+        sizes = dataclasses.replace(case.sizes(), slots=case.slots + 1)
+        alone, beside = bench.open(sizes), cast(Played, _Beside(bench.open(sizes), case))
+        runs = list(play(bench, case, engine=alone)), list(play(bench, case, engine=beside))
+    if not _moved(*runs):
         raise Blind("every request has the same slot in both runs")
-    yield from _compared(_results(iter(first)), _results(iter(second)), "in other slots")
+    yield from _compared(_results(iter(runs[0])), _results(iter(runs[1])), "in other slots")
+
+
+def _moved(once: Sequence[Moment], twice: Sequence[Moment]) -> bool:
+    return any(one.slots != two.slots for one, two in zip(once, twice, strict=True))
+
+
+class _Beside:
+    """An engine with a request beside those of a case, which has come before them and stays."""
+
+    def __init__(self, engine: Played, case: TraceCase) -> None:
+        used = {owner for owners in case.owners.values() for owner in owners}
+        self.engine, self.more = engine, next(name for name in map(name_of, itertools.count()) if name not in used)
+        engine.admit([self.more])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def slots(self) -> dict[str, int]:
+        """Return the slots without that of the other request."""
+        return {owner: slot for owner, slot in self.engine.slots().items() if owner != self.more}
 
 
 def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -266,9 +313,7 @@ def _in_turns(bench: TraceBench, case: TraceCase, others: Iterator[Moment]) -> I
 
 def _again(bench: TraceBench, case: TraceCase, engine: Retried) -> Iterator[Moment]:
     """Yield the moments of a case in which calls fail, with slots as in the law `slots`. Blind if no operation failed."""
-    for moment in play(bench, case, engine=cast(Played, engine)):
-        _check_slots(engine.engine, case, moment)
-        yield moment
+    yield from _in_right_slots(lambda: engine.engine, case, play(bench, case, engine=cast(Played, engine)))
     if not engine.failed:
         raise Blind("no operation of torch failed")
 
@@ -387,7 +432,7 @@ TRACE_LAWS: dict[str, Law] = {
         Law(
             "slots",
             "exact",
-            "no slot has two owners, no slot is lost, and slots that belong to nobody are not handed out",
+            "no slot has two owners of other tokens, none is lost, and slots that belong to nobody are not handed out",
             _drawn(),
             _slots,
             always=lambda domain: [Example(case) for case in leaks(domain)],

@@ -200,7 +200,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def slots(self) -> Mapping[str, int]:
-        """Return the slot of every request and of every snapshot."""
+        """Return the slot of every request and of every snapshot.
+
+        Owners with the same tokens, such as a request and its forks, may have one slot until one of them goes on.
+        """
 
     def scratch(self) -> Sequence[int]:
         """Return the slots that requests have beside their own, for example one for each token of a draft; by default none."""
