@@ -43,6 +43,25 @@ class TokenByToken(right.Chunkwise):
         return torch.stack(rows) if rows else 0 * v, state
 
 
+class Transitions(right.Chunkwise):
+    """States go from chunk to chunk by matrices, S <- M S + N, as a parallel scan takes them."""
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        total = self.cumulative(g)
+        decays, grown, last = self.decays(total), total.exp().unsqueeze(-1), self.last(total)
+        solved = self.solve(self.corrections(k, beta, decays), k).float()
+        written, erased = solved @ (beta.unsqueeze(-1) * v), solved @ (beta.unsqueeze(-1) * grown * k)
+        keeps = ((last - total).exp().unsqueeze(-1) * k).mT
+        transition = self.transition(last.exp().unsqueeze(-1) * torch.eye(k.shape[-1]) - keeps @ erased)
+        scores = self.masked(self.dot(q, k.mT) * decays)
+        o = scale * (grown * self.dot(q, state) + scores @ (written - erased @ state))
+        return o, transition @ state + keeps @ written
+
+    def transition(self, matrix: Tensor) -> Tensor:
+        """M as it is stored."""
+        return matrix
+
+
 class NoGates(right.Chunkwise):
     """The delta rule in chunks of 64."""
 

@@ -12,10 +12,12 @@ from oracles.arithmetic.rounding import EXACT, Arithmetic
 from oracles.gates import KDA_GATE
 from oracles.operation import Inputs
 from oracles.rule import in_chunks
+from oracles.rule import scan as in_scan
 from oracles.tolerance.bound import Bound, bounds
 from properties.rules.case import Case
 from tests import right
 from tests.over_bounds import broken, limits_of
+from tests.right_rules import Transitions
 
 
 def of_head(head: int, inputs: Inputs, cotangents: dict[str, Tensor]) -> tuple[Inputs, dict[str, Tensor]]:
@@ -151,6 +153,29 @@ def test_what_float64_loses_of_a_gates_gradient_is_no_error_of_a_recurrence() ->
     line = "lengths=57+64+16+3 packed=yes heads=2 value_heads=8 key_dim=64 value_dim=64 dtype=fp16 gate=tenth beta=edges"
     case = Case.parse(f"{line} values=correlated state=random scale=half qk_norm=yes offsets=int32 seed=22985")
     assert broken(right.Recurrent(), case) == set()
+
+
+class CoarseTransitions(Transitions):
+    """Wrong for inputs in float32: the matrices are in bfloat16."""
+
+    def transition(self, matrix: Tensor) -> Tensor:
+        return matrix.bfloat16().float()
+
+
+def test_cotangents_of_w_may_come_from_o_and_from_the_next_state_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parallel scan has matrices between chunks. Where its cotangents cancel, dbeta was 11 times its tolerance."""
+    case = Case.parse("lengths=1x357 packed=yes key_dim=1 value_dim=1 state=random")
+    assert broken(Transitions(), case) == set()
+    assert "dbeta" in broken(CoarseTransitions(), case)
+    whole = Arithmetic.stacked
+
+    def left_out(rule: Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any, **named: Any) -> Tensor:
+        return x.clone() if places == in_scan.ERASED else whole(rule, x, places, *more, **named)
+
+    limits_of.cache_clear()
+    monkeypatch.setattr(Arithmetic, "stacked", left_out)
+    assert broken(Transitions(), case) == {"dbeta"}
+    limits_of.cache_clear()
 
 
 class TotalSummedApart(right.Chunkwise):

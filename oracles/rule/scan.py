@@ -15,6 +15,7 @@ from oracles.arithmetic.rounding import SINGLE, Arithmetic
 from oracles.rule.scores import factors_back
 
 GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
+ERASED = ("W in o'", "W in S'")
 
 
 def segment_chunks(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
@@ -133,12 +134,18 @@ def scanned_back(
         dkept = dgiven if onward is None else rough(dgiven, onward)
         dfresh = dither(torch.addcmul(scored_of, dkept, apart), "V''")
         dheld = rough(erase.mT @ terms(dfresh, "W S db", chunk), into)
-        every.append((ds, dgiven, dfresh))
+        every.append((ds, dgiven, dkept, dfresh))
         ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
-    after, dgiven, dfresh = (_joined(column[::-1]) for column in zip(*every, strict=True))
+    after, dgiven, dkept, dfresh = (_joined(column[::-1]) for column in zip(*every, strict=True))
     dkeeps = states.addend @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.stored), ("scores V'", states.fresh)))
-    derased = torch.neg(terms(dfresh, "W S da", width) @ states.stored.mT)
+    # A parallel scan takes states from chunk to chunk by matrices, S <- (exp(G_C) - keeps^T W) S + keeps^T U. There U and W each
+    # have a cotangent from o and one from S'. If these cancel in V'', and U and W S in V', the errors of four products remain.
+    dnews = dfresh
+    if arithmetic.algorithm != "recurrent":
+        uses = torch.stack([scored, dkept * apart], -3)
+        dnews = dfresh + arithmetic.stacked(uses, ERASED).sub_(uses).sum(-3)
+    derased = torch.neg(terms(dnews, "W S da", width) @ states.stored.mT)
     dwhole = dither(states.before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
     dwhole = dwhole.sum_to_size(scan.whole.shape)
     dbehind = None
