@@ -354,6 +354,14 @@ def summed(depth: int) -> int:
     return SINGLE - math.ceil(math.log2(max(depth, 1)) / 2)
 
 
+def added(depth: int) -> int:
+    """Return the bits that are left of a float32 number to which `depth` small ones were added, one after another.
+
+    Where tokens repeat, each addition rounds alike, so that the errors grow with their number (Higham 2002, section 4.2).
+    """
+    return SINGLE - math.ceil(math.log2(max(depth, 1)))
+
+
 # A GPU computes exp(x) as 2^(x log2 e). The product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx
 # and lg2.approx), like a float32 sum of 16 terms.
 FUNCTION_TERMS = 16

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from oracles.arithmetic.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
+from oracles.arithmetic.rounding import EXACT, Arithmetic, added, summed
 from oracles.rule.scan import Scan, scanned, scanned_back, segment_chunks
 from oracles.rule.scores import decayed_scores, decayed_scores_back, factors_back, side_by_side, stacked_products, sums_from
 from oracles.rule.segments import Segment
@@ -83,10 +82,7 @@ class Chunkwise:
             both = torch.cat([a @ b for a, b in zip(inverses.unbind(-3), start.split(widths, -1), strict=True)], -1)
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
-        whole = end.exp().mT
-        if arithmetic.product != EXACT:  # errors of exp itself add up from chunk to chunk if no coarser errors hide them
-            whole = dither(whole, "exp(G_C)", FUNCTION_BITS)
-        scan = Scan(keeps, reads, dither(scores, "scores"), erased, whole, behind)
+        scan = Scan(keeps, reads, dither(scores, "scores"), erased, end.exp().mT, behind)
         o, final, states = scanned(scan, written, state, segment.counts, arithmetic)
         of = _OfChunkwise(k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start)
         return o, final, (of, scan, states)
@@ -163,7 +159,7 @@ def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     # Blocks of 16 that are merged by products reach that: with the root of n in place of n, dk was once off by 19 sigma.
     # TF32 products, which are also used where half precision stores the result, truncate both operands: an error of one sign,
     # merge after merge.
-    a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
+    a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, added(a.shape[-1])))
     solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
     if arithmetic.inverse < EXACT and a.shape[-1] > MERGED:
         # L is the part of A outside the diagonal blocks, and D are the blocks of T on the diagonal. Merges solve T = D - D L T, so

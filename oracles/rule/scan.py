@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracles.arithmetic.room import fitting
-from oracles.arithmetic.rounding import SINGLE, Arithmetic
+from oracles.arithmetic.rounding import Arithmetic, added
 from oracles.rule.scores import factors_back
 
 GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
@@ -55,6 +55,9 @@ def scanned(scan: Scan, written: Tensor, state: Tensor, counts: list[int], arith
 
     Decayed V' is V' if only k can decay (`behind` is None). Only S, and in the backward its cotangent, goes from chunk to chunk, in
     steps of `counts` sequences. Everything else is computed for all chunks at once.
+
+    An implementation may add the tokens of a chunk to S one after another, or compute S <- (exp(G_C) - keeps^T W) S + keeps^T U. So
+    S errs as if all of them were as large as S is, however small V' is. Errors of exp(G_C) are no larger than that.
     """
     keeps, behind = scan.keeps, scan.behind
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
@@ -77,7 +80,7 @@ def scanned(scan: Scan, written: Tensor, state: Tensor, counts: list[int], arith
         fresh = rough(news - erase @ memory, grid)
         decayed = (fresh if onward is None else rough(fresh, onward)) * apart
         every.append((state, memory, fresh, decayed))
-        state = dither(torch.addcmul(write @ decayed, all_of, state), "S'", SINGLE)
+        state = dither(torch.addcmul(write @ decayed, all_of, state), "S'", added(chunk))
     before, memory, fresh, decayed = (_joined(column) for column in zip(*every, strict=True))
     fresh = decayed if behind is None else fresh * back
     o = terms(scan.reads, "q S", depth) @ memory + terms(scan.scores, "scores V'", chunk) @ fresh
@@ -129,7 +132,7 @@ def scanned_back(
     steps = *(x.split(counts) for x in (keeps, scan.erased, scan.whole, read, scored)), onwards
     for keep, erase, all_of, read_of, scored_of, onward in reversed(list(zip(*steps, strict=True))):
         ds = _joined([part for part in (ds, dfinal[len(ds) : len(keep)]) if len(part)])
-        ds = dither(ds, "S''", SINGLE)
+        ds = dither(ds, "S''", added(chunk))
         dgiven = rough(keep @ terms(ds, "k V' db", depth), grid)
         dkept = dgiven if onward is None else rough(dgiven, onward)
         dfresh = dither(torch.addcmul(scored_of, dkept, apart), "V''")

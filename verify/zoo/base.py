@@ -137,7 +137,10 @@ class Chunkwise(Right, Adapter):
         o = scale * (grown * self.dot(q, low_state) + self.dot(scores, fresh))
         last = self.last(total)
         decayed = self.low((last - total).exp().unsqueeze(-1) * fresh, v)
-        return o, last.exp().unsqueeze(-1) * state + self.dot(k.mT, decayed)
+        return o, self.onto(last.exp().unsqueeze(-1) * state, k, decayed)
+
+    def onto(self, state: Tensor, k: Tensor, decayed: Tensor) -> Tensor:
+        return state + self.dot(k.mT, decayed)
 
 
 class ByAlpha(Chunkwise):
