@@ -168,9 +168,9 @@ class Law:
     examples has them all.
 
     `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers
-    the widest space. `counterpart` says that the law also calls an implementation's one-token form, and `several_heads` that it
-    shows little on one head. A law with `few` shows in almost any case what it shows: a check gives it a quarter of the cases of
-    other laws, or `few` if that is more.
+    the widest space, so it has `times` as many cases as other laws. `counterpart` says that the law also calls an implementation's
+    one-token form, and `several_heads` that it shows little on one head. A law with `few` shows in almost any case what it shows:
+    a check gives it a quarter of the cases of other laws, or `few` if that is more.
     """
 
     name: str
@@ -192,6 +192,7 @@ class Law:
     begins: Callable[[Any], Sequence[Example]] = lambda domain: ()
     turns: Callable[[Any], Sequence[str]] = lambda domain: ()
     base: bool = False
+    times: int = 4
     counterpart: bool = False
     several_heads: bool = False
     few: int = 0

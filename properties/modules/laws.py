@@ -245,6 +245,7 @@ MODULE_LAWS: dict[str, Law] = {
             common_laws.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
             base=True,
+            times=3,  # all of 118 wrong modules break in the first 21 cases, with seed 0
         ),
         _law(
             "recurrent",
@@ -374,6 +375,7 @@ MODULE_LAWS: dict[str, Law] = {
             common_laws.samples,
             CONV,
             place=common_laws.several,
+            few=16,  # the eight wrong modules that it finds break in the first 8 cases
         ),
         _law(
             "left_padding",

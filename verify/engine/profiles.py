@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # the command line imports this module before torch
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much to check: `examples` for each law, four times as many for the base law of a book.
+    """How much to check: `examples` for each law, and `Law.times` as many for the base law of a book.
 
     `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
     cases with the largest errors so far. `large`: whether some cases are large (properties/words/sizes.py).
@@ -22,13 +22,13 @@ class Profile:
     large: bool = True
 
     def examples_of(self, law: "Law") -> int:
-        """How many cases of a law are run. A base law covers the widest space and gets four times as many.
+        """How many cases of a law are run. A base law covers the widest space and gets `times` as many.
 
         A law with `few` gets a quarter, or `few` if that is more.
         """
         if law.few:
             return min(self.examples, max(law.few, self.examples // 4))
-        return self.examples * (4 if law.base else 1)
+        return self.examples * (law.times if law.base else 1)
 
 
 PROFILES = {
