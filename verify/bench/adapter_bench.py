@@ -174,7 +174,7 @@ class AdapterBench(Calling):
         options in place of the case's. AdapterFault if the call raises or breaks the contract, OutOfMemory if memory runs out. An
         input that was changed is added to `impure`.
         """
-        spec = self._contract(inputs)
+        spec, asked, self.absent = self._contract(inputs), (inputs, cotangents), []
         inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
         inputs = in_layout(inputs, self.domain.layout)
         if not same_objects:
@@ -206,7 +206,18 @@ class AdapterBench(Calling):
                         self.impure.append(changed(f"input {name}", "input"))
                 for name in guards.written():
                     self.impure.append(changed(f"memory around {name}", "memory"))
+        self._need_not_arrive(*asked)
         return results
+
+    def _need_not_arrive(self, inputs: Inputs, cotangents: Cotangents) -> None:
+        """AdapterFault if a gradient that did not reach its input has a truth other than zeros.
+
+        A convolution of width 1, for example, need not read its initial state.
+        """
+        truth = self.truth(inputs, cotangents) if self.absent else {}
+        for name in self.absent:
+            if bool(truth[name].any()):
+                raise AdapterFault(name, FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input")
 
     def _changed_early(self, copies: Copies[str], early: set[str]) -> None:
         """Note the inputs that the forward changed, which the backward may change back. `early` gets their names.

@@ -28,6 +28,7 @@ class Calling(WatchedBench):
         super().__init__(device)
         self.adapter, self.domain = adapter, adapter.domain
         self.way = ways.Plain()  # how outputs and gradients are computed
+        self.absent: list[str] = []  # gradients that did not reach an input in the last call, in place of which it has zeros
         self._after_forward: Callable[[], None] | None = None  # called between the forward and the backward of a run
 
     def _fresh(self, spec: Operation, inputs: Inputs) -> Inputs:
@@ -156,8 +157,6 @@ class Calling(WatchedBench):
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             # Without tokens, or with a loss of some outputs alone, an absent gradient stands for zeros.
             if gradient is None and leaf.numel() and tokens and targets == differentiable:
-                raise AdapterFault(
-                    gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input"
-                )
+                self.absent.append(gradient_name(name))
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else self._returned(gradient)
         return results
