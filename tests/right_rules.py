@@ -43,6 +43,32 @@ class TokenByToken(right.Chunkwise):
         return torch.stack(rows) if rows else 0 * v, state
 
 
+class ScaledState(TokenByToken):
+    """The decay is a factor beside the state, which takes it every 32 tokens or when it is small."""
+
+    algorithm = "chunkwise"  # a gate's gradient adds up over tokens
+    chunk = 32
+
+    def scaled(self, factor: Tensor, x: Tensor) -> Tensor:
+        """x times the factor."""
+        return factor * x
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = q.float(), k.float(), v.float()
+        factor, rows = torch.ones(v.shape[1], 1), []
+        for t, (q_t, k_t, v_t, decay, beta_t) in enumerate(zip(q, k, v, g.exp(), beta, strict=True)):
+            factor = factor * decay.unsqueeze(-1)
+            small = (factor < 2.0**-10) | (t % 32 == 31)
+            state = torch.where(small, factor, 1.0).unsqueeze(-1) * state
+            factor = torch.where(small, 1.0, factor)
+            fresh = beta_t.unsqueeze(-1) * (v_t - self.scaled(factor, (k_t.unsqueeze(-1) * state).sum(-2)))
+            state = state + k_t.unsqueeze(-1) * (fresh / factor).unsqueeze(-2)
+            rows.append(scale * self.scaled(factor, (q_t.unsqueeze(-1) * state).sum(-2)))
+        return torch.stack(rows) if rows else 0 * v, factor.unsqueeze(-1) * state
+
+
 class Transitions(right.Chunkwise):
     """States go from chunk to chunk by matrices, S <- M S + N, as a parallel scan takes them."""
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from oracles.arithmetic.rounding import SINGLE, Arithmetic
 from oracles.gates import KDA_GATE
 from oracles.operation import Inputs
+from oracles.rule import in_chunks
 from oracles.rule import scan as in_scan
 from oracles.tolerance.bound import Bound, bounds
 from properties.rules.case import Case
 from tests import right
 from tests.over_bounds import broken, limits_of
-from tests.right_rules import Transitions
+from tests.right_rules import ScaledState, Transitions
 
 
 def of_head(head: int, inputs: Inputs, cotangents: dict[str, Tensor]) -> tuple[Inputs, dict[str, Tensor]]:
@@ -175,6 +176,41 @@ def test_cotangents_of_w_may_come_from_o_and_from_the_next_state_apart(monkeypat
     monkeypatch.setattr(Arithmetic, "stacked", left_out)
     assert broken(Transitions(), case) == {"dbeta"}
     limits_of.cache_clear()
+
+
+class CoarseScales(ScaledState):
+    """Wrong: the gradient of the factor is summed from outputs in bfloat16."""
+
+    def scaled(self, factor: Tensor, x: Tensor) -> Tensor:
+        return factor.detach() * x + (factor - factor.detach()) * x.detach().bfloat16().float()
+
+
+def test_a_gates_gradient_may_come_from_sums_over_the_values_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes before the first token of a sequence, so its dg is 0. There it is what rounding leaves of o do - v dv."""
+    case = Case.parse("lengths=1x24 packed=yes key_dim=12 value_dim=64 gate=10 seed=1")
+    inputs, cotangents = case.inputs(), case.cotangents()
+    v, do = inputs.v.double(), cotangents["o"].double()
+    do = do - v * (v * do).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)  # so that the sums over the keys' channels vanish
+    cotangents = {"o": do.float(), "final_state": torch.zeros_like(cotangents["final_state"])}
+
+    def worst(kind: type[ScaledState]) -> float:
+        """The greatest error of dg over its bound."""
+        g = inputs.g.detach().requires_grad_()
+        o, state = kind().run(inputs.replaced(g=g))
+        assert state is not None
+        (dg,) = torch.autograd.grad([o, state], [g], [cotangents["o"], cotangents["final_state"]])
+        limit = bounds(case.spec, inputs, cotangents, "chunkwise", chunk=32, first=64)["dg"]
+        return float(((dg.double() - limit.value).abs() / limit.allowed).max())
+
+    assert worst(ScaledState) < 0.5
+    assert worst(CoarseScales) > 100
+    whole = Arithmetic.stacked
+
+    def left_out(rule: Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any, **named: Any) -> Tensor:
+        return x.clone() if places == in_chunks.OF_VALUES else whole(rule, x, places, *more, **named)
+
+    monkeypatch.setattr(Arithmetic, "stacked", left_out)
+    assert worst(ScaledState) > 1.5
 
 
 class AddsTokens(right.Chunkwise):

@@ -31,6 +31,7 @@ class _OfChunkwise(NamedTuple):
     inverse: Tensor
     right: Tensor
     start: Tensor
+    o: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Chunkwise:
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
         scan = Scan(keeps, reads, dither(scores, "scores"), erased, end.exp().mT, behind)
         o, final, states = scanned(scan, written, state, segment.counts, arithmetic)
-        of = _OfChunkwise(k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start)
+        of = _OfChunkwise(k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start, o)
         return o, final, (of, scan, states)
 
     def backward(self, segment: Segment, tape: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -139,12 +140,18 @@ class Chunkwise:
             dtotal.addcmul_(dscan.behind[0], passed, value=-1)
             end.add_((dscan.behind[1] * passed).sum(-2, keepdim=True))
         dtotal[..., -1:, :].add_(end)
+        if not channels and arithmetic.rounds:
+            # The gradient of G is also o do - v dv, sums over the values' channels whose terms may be larger than those over the
+            # keys' channels. With the decay as a factor beside the state, autograd has v dv = V' V'' + (v dv - V' V'').
+            terms = stacked_products((of.o, do), (of.right[..., : widths[0]], dv), (states.fresh, written))
+            dtotal.add_(arithmetic.stacked(terms, OF_VALUES, summed(widths[0])).sub_(terms).sum((-3, -1)).unsqueeze(-1))
         dg = dither(sums_from(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))
         return (dq, dk, dv, dg, dbeta), dstate
 
 
 STORED = ("beta k'", "q in scores'", "k in A'", "k in scores'", "exp(G) q'", "exp(G_C - G) k'")
 DBETA = ("dbeta A'", "dbeta U'", "dbeta W'")
+OF_VALUES = ("o do", "v dv", "V' V''")
 FACTORS = ("q exp(G)", "k exp(G_C - G)", "exp(G) k")
 
 
