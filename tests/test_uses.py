@@ -39,6 +39,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.SumsThatAreCleared: ("history", "failed"),
     wrong.DecaysBeforeItHasMemory: ("history", "failed"),
     wrong.TableBeforeItIsFull: ("history", "failed"),
+    wrong.TokensInPlace: ("history", "failed"),
     wrong.SlotsOfSnapshotsFirst: ("history", "retried"),
     wrong.DenseOffsets: ("strides", "indices"),
     wrong.DenseSlots: ("strides", "indices"),

@@ -1,4 +1,4 @@
-"""Implementations that take all packed sequences at once, right ones and wrong ones from a late sequence on."""
+"""Implementations of thousands of packed sequences, right ones and wrong ones from a late sequence on."""
 
 from typing import ClassVar
 
@@ -9,6 +9,8 @@ from oracles.operation import Inputs
 from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
 from verify.adapters.base import Adapter
+from verify.zoo.base import Chunkwise
+from verify.zoo.modules import Conv
 
 
 def starts_of(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,26 @@ class RuleInLaunches(RuleAtOnce):
     together = 2**16 - 1
 
 
-class RuleOf11Bits(RuleAtOnce):
-    """Numbers of packed sequences have 11 bits."""
+class RuleOf12Bits(RuleAtOnce):
+    """Numbers of packed sequences have 12 bits."""
 
-    together = 2**11
+    together = 2**12
+
+
+def numbered_in_blocks(x: Inputs, row: int) -> int:
+    """A packed sequence's number, counted in blocks of 1,024: wrongly from that of the block before, not of all before."""
+    return row if x.cu_seqlens is None or row < 1024 else 1024 + row % 1024
+
+
+class ConvCarryOfOneBlock(Conv):
+    """Initial states are read by such a number."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, numbered_in_blocks(x, row))
+
+
+class CarryOfOneBlock(Chunkwise):
+    """The same for a rule."""
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, numbered_in_blocks(x, row))

@@ -173,6 +173,15 @@ class LaunchesOf16Bits(Serving):
         return torch.cat([programs[:most], programs[begins:][: max(0, len(programs) - most)]]).view(o.shape)
 
 
+class LaunchesOfWholeRequests(Serving):
+    """A launch has the programs of whole requests, at most 65,535, and launches are counted as if each had 65,535."""
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        heads, most = x.v.shape[2], 2**16 - 1
+        reached = -(-len(x.slots) * heads // most) * max(1, most // heads)
+        return super().slot(x, request) if request < reached else None
+
+
 class FlagsOfTheFirstLaunch(Serving):
     """Requests behind the first 65,535 programs begin anew if those of the first launch do, whose flags they read."""
 

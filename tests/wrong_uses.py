@@ -193,6 +193,20 @@ class DecaysBeforeItHasMemory(Serving):
         return super().run(x.replaced(g=torch.zeros_like(x.g)))
 
 
+class TokensInPlace(Serving):
+    """Each token of a request is stored in a slot of float32 before the next one has its memory."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        if x.cu_seqlens is not None or x.accepted is not None or x.pool.dtype != torch.float32:
+            return super().run(x)
+        each, outputs = ("q", "k", "v", "g", "beta"), []
+        for token in range(x.v.shape[1]):
+            begins = x.has_initial_state if token == 0 or x.has_initial_state is None else torch.ones_like(x.has_initial_state)
+            one = x.replaced(**{name: x[name][:, token : token + 1] for name in each}, has_initial_state=begins)
+            outputs.append(super().run(one)[0])
+        return torch.cat(outputs, 1), x.pool
+
+
 class TableBeforeItIsFull(Serving):
     """The numbers of 150 tokens or more are a table that is kept for each count of them, from before it is filled."""
 

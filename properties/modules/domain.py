@@ -37,6 +37,7 @@ from properties.words.sizes import (
     LENGTHS,
     MANY_SEQUENCES,
     MOST_TOKENS,
+    ONE_BY_ONE,
     ONE_OF_THREE,
     at_limits,
     coarsest,
@@ -260,11 +261,12 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
 
 
 def exact_limits(domain: ModuleDomain) -> list[ModuleCase]:
-    """Return the cases of the law `whole` in plain torch: a sequence of over 524,288 tokens, and over 65,535 packed ones of one."""
+    """Return the cases of the law `whole` in plain torch: over 524,288 tokens, and over 2,048 or 65,535 sequences of one."""
     if not (at_limits(domain) and domain.drawing.quick):
         return []
     words: dict[str, Any] = {"activation": "none", "values": "whole", "backward": False}
-    cases = [_narrow_case(domain, LONG_STREAM, **words), _narrow_case(domain, *(1,) * AT_ONCE, **words, packed=True)]
+    cases = [_narrow_case(domain, LONG_STREAM, **words)]
+    cases += [_narrow_case(domain, *(1,) * count, **words, packed=True) for count in (ONE_BY_ONE, AT_ONCE)]
     return [case for case in cases if domain.outside(case) is None]
 
 

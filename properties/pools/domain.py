@@ -167,7 +167,9 @@ MANY_DRAFTS = 690  # requests of three tokens
 CUTS = (512, 1024, 2048)  # numbers of tokens after which a call may be cut: no request of three tokens ends there
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
-MANY_PROGRAMS = 64  # heads of over 1,024 requests, which together are over 65,535
+# Requests and heads. Of their programs, one for a request and a head, the first 65,535 end inside a request. They are fewer than
+# two launches of 65,535, and more than two of the whole requests that fit into one: 2 * (65535 // 64) = 2046.
+MANY_PROGRAMS = 2047, 64
 MANY_SLOTS = (2**16, 2**15)  # slots besides those of 1,100 requests, some of which then have slots over 65,535, or over 32,767
 _MOST_NUMBERS = 2**22  # most numbers in such a pool; 2^24 numbers take 4 s
 
@@ -207,13 +209,12 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots; over 2,048 of which some begin; over 1,024 of these
-    with so many heads that there are over 65,535 programs, one for each request and head, of which the first 65,535 end inside a
-    request; over 2,048 tokens in over 256 requests of three, of which some keep few; requests of one token, of which one is
-    rejected; requests without tokens, of which some begin; requests of over 128 tokens, of which one keeps so many, and of over 64,
-    of which one keeps exactly these; trees of over 256 tokens; over 256 heads, with several value heads for each key head; over 256
-    value heads for one key head; and sizes just over the numbers that the source names. There are none if the check draws no large
-    cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; over 2,048 of which some begin; requests of so many
+    heads that there are over 65,535 programs (MANY_PROGRAMS); over 2,048 tokens in over 256 requests of three, of which some keep
+    few; requests of one token, of which one is rejected; requests without tokens, of which some begin; requests of over 128 tokens,
+    of which one keeps so many, and of over 64, of which one keeps exactly these; trees of over 256 tokens; over 256 heads, with
+    several value heads for each key head; over 256 value heads for one key head; and sizes just over the numbers that the source
+    names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -239,7 +240,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     cases = [
         PoolCase((1,) * MANY_SEQUENCES, spare=next((spare for spare in MANY_SLOTS if spare <= few), 0), **words),
         PoolCase((1,) * MANY_BEGINS, fresh="some", seed=2, **words),  # with seed 0 a float32 form needs 64 disturbed runs
-        PoolCase((1,) * MANY_SEQUENCES, fresh=begin, heads=MANY_PROGRAMS, value_heads=MANY_PROGRAMS, **words),
+        PoolCase((1,) * MANY_PROGRAMS[0], fresh=begin, heads=MANY_PROGRAMS[1], value_heads=MANY_PROGRAMS[1], **words),
         _cut_drafts(domain, words),
         PoolCase((1, 1, 1), accepted="any", **words),
         PoolCase((0, 0), fresh="some", free="nan", **words),

@@ -74,10 +74,11 @@ def _failing(domain: PoolDomain) -> list[Example]:
     short = pool_cases(domain, most=2, kinds=("drafts",), value_dim=wide, **narrow)
     blocks = [examples_of(short, None, ("failed",))] if wide and not domain.rule.equal_widths else []
     lengths = (min(NEW_TOKENS, domain.most_tokens),) * NEW_REQUESTS
-    new = pool_cases(domain, value_dim=values_of(domain.rule, 16), accepted="all", padded="none", **narrow)
-    new = new.map(lambda case: dataclasses.replace(case, lengths=lengths, drafts="chain", packed=not domain.rule.batched))
     usual: dict[str, Any] = {"state_dtype": domain.states_of(domain.rule.dtypes[0])[0], "dtype": domain.rule.dtypes[0]}
-    steps = pool_cases(domain, kinds=("steps",), padded="none", accepted="all", fresh="none", state="random", **usual, **narrow)
+    usual |= {"padded": "none", "accepted": "all", "state": "random", **narrow}
+    new = pool_cases(domain, value_dim=values_of(domain.rule, 16), **usual)
+    new = new.map(lambda case: dataclasses.replace(case, lengths=lengths, drafts="chain", packed=not domain.rule.batched))
+    steps = pool_cases(domain, kinds=("steps",), fresh="none", **usual)
     steps = steps.filter(lambda case: case.packed != domain.rule.batched and len(case.lengths) > 1 and min(case.lengths) > 0)
     new = new.filter(lambda case: domain.outside(case) is None)
     keys, heads = BLOCKS_OF_HEADS
@@ -148,6 +149,7 @@ POOL_LAWS: dict[str, Law] = {
             checks.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
             base=True,
+            times=4,
         ),
         Law(
             "untouched",

@@ -33,6 +33,7 @@ from properties.words.sizes import (
     MANY_TOKENS,
     MANY_TOKENS_OF_CHUNKS,
     NARROW,
+    ONE_BY_ONE,
     ONE_OF_THREE,
     THREE_EACH,
     coarsest,
@@ -49,7 +50,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 MANY = 257  # heads, just over usual limits
 MOST_SEQUENCES = 4100  # packed, just over 12 bits; a backward of so many would take 8 s
-MANY_ROWS, MANY_OF_A_KEY = 513, 257  # sequences of a batch, just over 9 bits, and value heads of a key head, just over 8
+MANY_ROWS, MANY_OF_A_KEY = 259, 257  # sequences of a batch with a backward, and value heads of a key head: just over 8 bits
 MOST_ROWS = 1030  # of a batch, just over 1,024
 NORMED = (1030, 64)  # tokens and heads of rows that a norm in the kernel takes: over 65,535
 WIDE_KEYS = 129  # just over 128, beside wide values
@@ -75,7 +76,7 @@ def limits(domain: Domain) -> list[Case]:
 
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
     and last length are the mean of all; one token, and three, between packed sequences of no tokens; over 256 heads, with several
-    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 512 sequences of a
+    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 256 sequences of a
     batch, and over 1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
@@ -147,19 +148,20 @@ def _over(domain: Domain, number: int) -> Iterator[Case]:
 def exact_limits(domain: Domain) -> list[Case]:
     """Return cases at limits of plain torch for the law `recall`, as far as the domain allows them.
 
-    These are the crowd of `crowd`; over 4,096 packed sequences in bf16; over 65,535, for an implementation that does not take them
-    one by one (`many_at_once` of properties/laws/law.py); a sequence of over 1,024 chunks and 32,767 tokens, in chunks of 64 also
-    of over 131,072; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is too large, but it
-    may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token by token, so many
-    take 2 s.
+    These are the crowd of `crowd`; over 2,048 packed sequences in bf16; over 4,096 and over 65,535, for an implementation that does
+    not take them one by one (`many_at_once` of properties/laws/law.py); a sequence of over 1,024 chunks and 32,767 tokens, in
+    chunks of 64 also of over 131,072; and one of over 256 chunks of 64 with a packed one behind it. Plain torch has no grid that is
+    too large, but it may have indices that are too narrow. The bounds of so many numbers take 10 s, and this law needs none. Token
+    by token, so many take 2 s.
     """
     step, tokens = domain.length_step, domain.drawing.exact
     words: dict[str, Any] = {"lengths": (-(-tokens // step) * step,), "packed": not domain.batched}
     found = [crowd(domain) if domain.drawing.quick else None]
     if domain.drawing.quick:
-        many: dict[str, Any] = {"lengths": (step,) * MOST_SEQUENCES, "packed": True, "dtype": coarsest(domain.dtypes)}
-        found.append(_narrow_case(domain, 2, **many))  # a token replaces a key channel's part of the state, and leaves the other
-        found.append(_narrow_case(domain, 2, **many | {"lengths": (1,) * AT_ONCE}) if step == 1 else None)
+        many: dict[str, Any] = {"packed": True, "dtype": coarsest(domain.dtypes)}
+        # With two key channels a token replaces the part of one in the state, and leaves the other.
+        found += [_narrow_case(domain, 2, lengths=(step,) * count, **many) for count in (ONE_BY_ONE, MOST_SEQUENCES)]
+        found.append(_narrow_case(domain, 2, lengths=(1,) * AT_ONCE, **many) if step == 1 else None)
     if tokens:
         packed = (-(-MANY_TOKENS_OF_CHUNKS // step) * step, domain.most(3 * step))
         found += [_narrow_case(domain, **words), _narrow_case(domain, lengths=packed, packed=True)]
