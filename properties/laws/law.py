@@ -168,7 +168,7 @@ class Law:
     examples has them all.
 
     `base` marks the law of a book that judges one call by the bounds of its case: single calls are drawn for it, and it covers
-    the widest space, so it has `times` as many cases as other laws. `counterpart` says that the law also calls an implementation's
+    the widest space, so it has more cases than other laws. `counterpart` says that the law also calls an implementation's
     one-token form, and `several_heads` that it shows little on one head. A law with `few` shows in almost any case what it shows:
     a check gives it a quarter of the cases of other laws, or `few` if that is more.
     """
@@ -192,7 +192,6 @@ class Law:
     begins: Callable[[Any], Sequence[Example]] = lambda domain: ()
     turns: Callable[[Any], Sequence[str]] = lambda domain: ()
     base: bool = False
-    times: int = 3  # first found after its 96th case: no module of 118, one layer of 47 and one rule of 144; other laws find both
     counterpart: bool = False
     several_heads: bool = False
     few: int = 0

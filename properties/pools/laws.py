@@ -149,7 +149,6 @@ POOL_LAWS: dict[str, Law] = {
             checks.oracle,
             always=lambda domain: [Example(case) for case in limits(domain)],
             base=True,
-            times=4,
         ),
         Law(
             "untouched",
