@@ -243,7 +243,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
 
     Rates are measured alone, because ranks that wait for each other in NCCL take turns with whatever else runs on their GPUs.
     Compiling takes longest. So the kernels of the steady rate and those of the paths of flash-linear-attention are compiled beside
-    other steps.
+    other steps: the paths one after the other, since the first verdict with no kernel compiled is timed meanwhile.
     """
     first = ("check", "fla/chunk", "--law", "recall", "--seed", "5", "--device", "cuda")
     measured = (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes")
@@ -287,8 +287,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
         (
             ("0", (*timed, compiled)),
             ("1", others),
-            (every, (path("chunk_cp", "few"),)),
-            (every, (path("kda_cp", "few"),)),
+            (every, (path("chunk_cp", "few"), path("kda_cp", "few"))),
         ),
         ((every, (Step("rates", "rates over NCCL", rate, rates),)),),
         (("0", (alone,)),),
