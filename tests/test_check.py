@@ -39,7 +39,7 @@ from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
 from verify.engine.compilers import Compilers
 from verify.engine.drawing import seeded
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import BASE, PROFILES, Profile
 from verify.engine.state import Settings
 from verify.execution import execute as execute_module
 from verify.execution import judging, service
@@ -310,8 +310,8 @@ HERE, THERE = "RuntimeError at verify/bench/path_bench.py:7 in f", "RuntimeError
     [
         (lambda number: HERE, 3),
         (lambda number: HERE if number > 4 else "", 7),
-        (lambda number: HERE if number % 3 else "", 5 * 4),
-        (lambda number: (HERE, THERE)[number % 2], 5 * 4),
+        (lambda number: HERE if number % 3 else "", 5 * BASE),
+        (lambda number: (HERE, THERE)[number % 2], 5 * BASE),
     ],
     ids=["always", "from the fifth on", "two in a row", "two by turns"],
 )
@@ -322,7 +322,7 @@ def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Calla
     assert len(worker.asked) == count
     assert report.fault == wrong(next(number for number in range(1, 9) if wrong(number)))
     assert report.fault_run in worker.asked
-    assert ("the law ended after 3 such cases in a row" in report.reason) is (count < 20)
+    assert ("the law ended after 3 such cases in a row" in report.reason) is (count < 5 * BASE)
     notice = text.fault_notice([report])
     assert notice.startswith(
         "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"

@@ -26,7 +26,7 @@ from verify.engine import climb as climb_module
 from verify.engine.check import Check
 from verify.engine.climb import LEAST, climb, climbed
 from verify.engine.drawing import of_law, seeded
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import BASE, PROFILES, Profile
 from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
@@ -64,7 +64,7 @@ def drawn(law: Law, seed: int, count: int, domain: Any = DOMAIN) -> list[Example
 def greatest(seed: int, tmp_path: pathlib.Path, *, climbs: bool, ratio: Callable[[Example], float] = corner) -> float:
     """The greatest error over bound that a check of 120 cases comes to."""
     worker = Answering(lambda run: ratio(run.example))
-    with Check(Settings(RIGHT, ["oracle"], Profile("some", 30), seed, climbs=climbs), [worker], Store(tmp_path)) as check:
+    with Check(Settings(RIGHT, ["oracle"], Profile("some", 120 // BASE), seed, climbs=climbs), [worker], Store(tmp_path)) as check:
         (report,) = check.run()
     assert (report.verdict, len(worker.asked), sum(report.counts.values())) == (Verdict.HOLDS, 120, 120)
     assert len(set(worker.asked)) == 120, "no case is run twice"

@@ -9,7 +9,7 @@ from tests.answering import Answering
 from verify.adapters.loader import load
 from verify.adapters.registry import AdapterError
 from verify.engine.check import Check
-from verify.engine.profiles import Profile
+from verify.engine.profiles import BASE, Profile
 from verify.engine.state import Settings
 from verify.execution.line import Run
 from verify.findings.store import Store
@@ -46,9 +46,9 @@ def shapes(runs: list[Run]) -> set[tuple[Any, ...]]:
 @pytest.mark.slow
 def test_its_cases_have_few_shapes_and_others_many(tmp_path: pathlib.Path) -> None:
     plain, compiled = (runs_of(Declares(compiles=compiles), tmp_path) for compiles in (False, True))
-    assert len(plain) == len(compiled) == 6 * 12
+    assert len(plain) == len(compiled) == (2 + BASE) * 12
     assert len(shapes(plain)) > 50
-    assert 5 * len(shapes(compiled)) <= len(shapes(plain))
+    assert 4 * len(shapes(compiled)) <= len(shapes(plain))
     assert {run.device for run in compiled} == {"cpu"}
     assert max(run.example.case.tokens for run in compiled) <= 1000, "sequences are as long as on a CPU"
     places = {(run.example.case.lengths, run.example.at) for run in compiled if run.law == "cut"}

@@ -24,7 +24,7 @@ from properties.rules.drawing import crowd as crowd_of
 from properties.rules.laws import LAWS
 from properties.words.domain import Drawing
 from properties.words.example import Example
-from properties.words.sizes import AT_ONCE, KINDS, MOST, MOST_ON_GPU, TURNS, places, sized
+from properties.words.sizes import AT_ONCE, KINDS, MOST, MOST_ON_GPU, ONE_BY_ONE, TURNS, places, sized
 from tests.together import for_each
 from verify.adapters.base import Adapter
 from verify.adapters.loader import load
@@ -188,8 +188,9 @@ def test_sizes_follow_the_chunk_and_the_declared_cost(cost: str, most: int) -> N
     assert domain == Domain(drawing=Drawing(chunk=16, long=most, quick=cost == "quick", exact=32_769 * (cost == "quick")))
     assert (crowd_of(domain) is not None) == (cost != "slow")
     assert (crowd_of(domain) in limits(domain)) == (cost == "interpreted")
-    assert len(exact_limits(domain)) == 5 * (cost == "quick")
-    assert [len(case.lengths) for case in exact_limits(sized(Domain(), 64, MOST["quick"]))] == [65, MOST_SEQUENCES, AT_ONCE, 1, 2]
+    assert len(exact_limits(domain)) == 6 * (cost == "quick")
+    counts = [len(case.lengths) for case in exact_limits(sized(Domain(), 64, MOST["quick"]))]
+    assert counts == [65, ONE_BY_ONE, MOST_SEQUENCES, AT_ONCE, 1, 2]
     assert with_sizes(described, "cuda").domain == Domain(drawing=Drawing(chunk=16, long=MOST_ON_GPU))
     paths = dataclasses.replace(described, domain=PathDomain())
     assert with_sizes(paths, "cpu").domain == PathDomain(drawing=domain.drawing)

@@ -19,7 +19,7 @@ from verify.cli.main import main
 from verify.engine import law_check, state
 from verify.engine.check import Check
 from verify.engine.power import KILLS, SECONDS, by_power
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import BASE, PROFILES, Profile
 from verify.engine.state import Settings
 from verify.findings import report as text
 from verify.findings.law_report import ENOUGH, LawReport, overall
@@ -55,7 +55,7 @@ class Slow(Answering):
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Slow:
     worker = Slow(domain=Domain(backward=False))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 6))
+    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 24 // BASE))
     for module in (law_check, state, check_command):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=worker.monotonic, time=time.time))
     monkeypatch.setattr(check_command, "workers_of", lambda *_: [worker])
@@ -77,7 +77,7 @@ def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest
 
 def test_what_a_budget_did_not_reach_is_undecided_unless_that_is_said_to_be_right(slow: Slow) -> None:
     assert check("--law", "oracle", "--budget", "12s") == exits.UNDECIDED
-    assert check("--budget", "1m", "--budget-ok") == exits.HOLDS
+    assert check("--budget", "62s", "--budget-ok") == exits.HOLDS
 
 
 def test_a_law_of_which_few_cases_were_run_is_undecided(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +129,14 @@ def test_a_budget_is_not_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_law_whose_cases_were_all_run_is_not_cut_short(slow: Slow) -> None:
-    with Check(Settings(RIGHT, ["oracle"], Profile("six", 6), until=24.0), [slow], Store()) as checking:  # type: ignore[list-item]
+    with Check(Settings(RIGHT, ["oracle"], Profile("eight", 24 // BASE), until=24.0), [slow], Store()) as checking:  # type: ignore[list-item]
         (report,) = checking.run()
     assert (report.verdict, report.cut_short, sum(report.counts.values())) == (Verdict.HOLDS, False, 24)
     assert text.law_line(report).startswith("HOLDS       oracle      24 cases  0.50 o")
 
 
 def test_a_law_under_way_when_a_check_is_stopped_says_how_far_it_came(slow: Slow) -> None:
-    checking = Check(Settings(RIGHT, ["recall", "oracle"], Profile("six", 6)), [slow], Store())  # type: ignore[list-item]
+    checking = Check(Settings(RIGHT, ["recall", "oracle"], Profile("eight", 24 // BASE)), [slow], Store())  # type: ignore[list-item]
     checking.on_case = lambda law, done, of: checking.stop() if (law, done) == ("oracle", 7) else None
     with checking:
         checking.run()

@@ -23,7 +23,7 @@ from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli import zoo_command as command
 from verify.engine.drawing import of_law
-from verify.engine.profiles import Profile
+from verify.engine.profiles import BASE, Profile
 from verify.engine.shrink import Shrunk
 from verify.execution.execute import execute
 from verify.execution.line import Run
@@ -224,9 +224,9 @@ def test_every_law_runs_a_quarter_and_an_animal_that_three_kill_runs_no_more(mon
     runs = stub(monkeypatch, says)
     leaks, peeks = hunted(["LeaksState", "PeeksAhead"], laws=[*LAWS]).fates
     assert {cell.law: cell.killed_at for cell in leaks.killers} == {"packed": 2, "cut": 2, "recall": 2}
-    assert {leaks.cells[law].asked for law in LAWS if leaks.cells[law].asked} == {2, 8}  # a quarter of 8; the oracle has 32
+    assert {leaks.cells[law].asked for law in LAWS if leaks.cells[law].asked} == {2, 2 * BASE}  # a quarter
     assert [(cell.law, cell.killed_at) for cell in peeks.killers] == [("future", 6)]
-    assert {peeks.cells[law].asked for law in LAWS if peeks.cells[law].asked} == {6, 8, 32}
+    assert {peeks.cells[law].asked for law in LAWS if peeks.cells[law].asked} == {6, 8, 8 * BASE}
     drawn: list[Any] = []
     law = LAWS["strides"]
     of_law(law, peeks.domain, 0, 8, drawn.append)
