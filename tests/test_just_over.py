@@ -1,5 +1,6 @@
 """Cases just over usual limits: each has an implementation that it alone shows, and that right code of the same kind passes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,6 +140,13 @@ def fixed(kind: type, law: str) -> Sequence[Example]:
     return found
 
 
+def outputs_alone(example: Example) -> Example:
+    """The example without a backward, which takes most of the time."""
+    if not getattr(example.case, "backward", False):
+        return example
+    return dataclasses.replace(example, case=dataclasses.replace(example.case, backward=False))
+
+
 def verdict_of(adapter: str, law: str, example: Example) -> Verdict:
     return execute(Run(law, adapter, example)).verdict
 
@@ -150,8 +158,10 @@ def test_that_case_alone_shows_it_and_the_right_form_holds(kind: type) -> None:
     examples = fixed(kind, law)
     showing = [example for example in examples if any(text in str(example.case) for text in texts)]
     assert len(showing) == len(texts), [str(example.case)[:200] for example in examples]
-    broken = [example for example in examples if verdict_of(spec_of(kind), law, example) is Verdict.BROKEN]
-    assert broken == showing
+    assert {verdict_of(spec_of(kind), law, example) for example in showing} == {Verdict.BROKEN}
+    in_outputs = verdict_of(spec_of(kind), law, outputs_alone(showing[0])) is Verdict.BROKEN
+    others = [outputs_alone(example) if in_outputs else example for example in examples if example not in showing]
+    assert [example for example in others if verdict_of(spec_of(kind), law, example) is Verdict.BROKEN] == []
     zoo = (f"zoo/{base.__name__}" for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
     right = RIGHT.get(kind) or next(zoo, spec_of(served.GathersAll))
     for example in showing:
