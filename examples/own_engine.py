@@ -71,7 +71,7 @@ class Served(Engine):
 
 
 class OwnEngine(TraceAdapter):
-    """Opens the engine; it has no padding rows, forks, swaps or snapshots, states in float32, and needs tokens in every row."""
+    """Opens the engine; it has no padding rows, forks, swaps or snapshots, and float32 states. conv1d needs tokens in every row."""
 
     domain = TraceDomain(
         events=("prefill", "decode", "verify", "free"), states=("fp32",), padding_slots=(), snapshots=(0,), empty=False
