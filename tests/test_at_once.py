@@ -1,4 +1,4 @@
-"""Thousands of packed sequences: cases for implementations in plain torch, most of them if it does not take them one by one."""
+"""Thousands of packed sequences in plain torch. Most cases are for implementations that do not take sequences one by one."""
 
 import pytest
 
