@@ -14,6 +14,7 @@ from properties.pools.domain import PoolDomain
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
+from tests import wrong_ranks
 from tests import wrong_uses as wrong
 from tests import wrong_ways as ways
 from tests.drawn import domain_in_a_check, in_a_check, spec_of
@@ -67,6 +68,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     ways.DecodesInTurn: ("history", "inference"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),
+    wrong_ranks.NoBackwardWithoutStates: ("accumulated", "frozen"),
     wrong.SpansByPrefix: ("history", "refill"),
     wrong.RequestsByPrefix: ("refill", ""),
 }

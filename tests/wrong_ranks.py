@@ -303,6 +303,30 @@ class GatesSummedTwice(RuleOnRanks):
         return copy_to(place.cp, parameter)
 
 
+class StatesBesideKeys(RuleOnRanks):
+    """Right: a rank sends the initial states of the sequences that begin on it, beside its keys, and is in every backward."""
+
+    def _initial(self, x: Inputs, place: Place) -> Tensor:
+        cp, own = place.cp, torch.zeros_like(x.state)
+        starts = [0] * len(x.state) if x.cu_seqlens is None else x.cu_seqlens[:-1].tolist()
+        begins = [min(start // max(1, x.v.shape[1]), cp.size - 1) == cp.rank for start in starts]
+        if any(begins):
+            own = torch.where(torch.tensor(begins).view(-1, 1, 1, 1), x.state, own)
+        sent = torch.cat([x.k.float().flatten(), own.flatten()])
+        states = gather_from(cp, self._sent(sent)).view(cp.size, -1)[:, x.k.numel() :]
+        return states.sum(0).view_as(own)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return x.requires_grad_()
+
+
+class NoBackwardWithoutStates(StatesBesideKeys):
+    """Autograd leaves a rank's exchange out if nothing that it sends requires a gradient, and the other ranks wait for it."""
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return x
+
+
 class StateOfTheFirstRank(RuleOnRanks):
     """A sequence that begins on another rank than the first begins with zeros."""
 

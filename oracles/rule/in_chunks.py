@@ -142,7 +142,7 @@ class Chunkwise:
         dtotal[..., -1:, :].add_(end)
         if not channels and arithmetic.rounds:
             # The gradient of G is also o do - v dv, sums over the values' channels whose terms may be larger than those over the
-            # keys' channels. With the decay as a factor beside the state, autograd has v dv = V' V'' + (v dv - V' V'').
+            # keys' channels. Where the decay is a factor beside the state, autograd rounds two parts of v dv: V' V'', and the rest.
             terms = stacked_products((of.o, do), (of.right[..., : widths[0]], dv), (states.fresh, written))
             dtotal.add_(arithmetic.stacked(terms, OF_VALUES, summed(widths[0])).sub_(terms).sum((-3, -1)).unsqueeze(-1))
         dg = dither(sums_from(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))

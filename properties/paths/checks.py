@@ -23,7 +23,7 @@ from oracles.tolerance.allowance import KAPPA
 from oracles.tolerance.bound import ORIGIN, Bound
 from properties.laws.law import Blind, Breach, Cotangents, Pair, Results, present, with_others
 from properties.laws.other_calls import later_cases, other_kinds, rotated
-from properties.laws.recompute import LAST_BUT_ONE, separations
+from properties.laws.recompute import LAST_BUT_ONE
 from properties.paths.bench import PathBench
 from properties.paths.case import ParallelCase
 from properties.paths.domain import PathDomain, case_ranks
@@ -232,14 +232,19 @@ def replicas(bench: PathBench, example: Example) -> Iterator[Pair]:
 def accumulated(bench: PathBench, example: Example) -> Iterator[Pair]:
     """The second micro-batch has twice the cotangent of the first one, so that gradients are those of one, three times over.
 
-    With `frozen`, some inputs of one call require no gradient: the tokens, everything else, or a part that the seed decides.
+    With `frozen`, some inputs of a call require no gradient: the tokens, everything else, and all but one that the seed decides.
+    A call that has nothing but tokens is divided into its first input and the others.
     """
     inputs, cotangents = _call(example.case)
     assert cotangents is not None
     bounds = bench.bounds()
     if example.variant == "frozen":
-        tokens, others, *parts = separations(present(example.case.spec, inputs))
-        for frozen in (tokens, others, *parts[example.case.seed % max(1, len(parts)) :][:1]):
+        names, tokens = present(example.case.spec, inputs), present(example.case.spec, inputs, "B", "T")
+        if tokens == names:
+            tokens = names[:1]
+        alone = names[example.case.seed % len(names)]
+        for wanted in ([name for name in names if name not in tokens], tokens, [alone]):
+            frozen = [name for name in names if name not in wanted]
             what = f"with {', '.join(frozen)} frozen"
             yield from _judged(bench, bench.run(inputs, cotangents, frozen=frozen), bounds, what)
         return

@@ -307,14 +307,21 @@ class RankBench(WatchedBench):
             raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True")
 
     def _backward(self, y: Tensor, call: "_Call") -> list[Tensor | None]:
-        """The gradients that a call asks for; none if it asks for none."""
+        """The gradients that a call asks for; none if it asks for none.
+
+        As a trainer, this calls `backward`. torch.autograd.grad leaves out exchanges that no asked tensor needs, also those
+        that other ranks wait for.
+        """
         leaves = [*call.asked.values()]
         if call.direction is None or not call.graded:
             return []
         if not y.requires_grad:
             self._refuse_without_gradient(y)
             return [None] * len(leaves)
-        return list(torch.autograd.grad(y, leaves, call.direction, allow_unused=True))
+        for leaf in leaves:
+            leaf.grad = None  # a call may be made twice
+        y.backward(call.direction)
+        return [leaf.grad for leaf in leaves]
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
         return self.shared.rows(name, self.rank)
