@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from verify.findings.store import Store
     from verify.process.worker import Worker
 
 # A collection visits the objects that tests made. With Python's default it took 0.5 of 10.7 s in three files of tests.
@@ -32,6 +33,23 @@ def worker(gdn_device: str, gdn_worker: "Worker") -> Iterator["Worker"]:
         return
     with Worker() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list["Worker"]]:
+    """Two workers for the checks of a module."""
+    from verify.process.worker import Worker
+
+    with Worker(20.0) as one, Worker(20.0) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path) -> "Store":
+    """A store of findings of its own."""
+    from verify.findings.store import Store
+
+    return Store(tmp_path / "findings")
 
 
 def fetched(name: str, config: pytest.Config) -> pathlib.Path:

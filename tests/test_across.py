@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.commands import Command
+from tests.in_process import said
 from verify.adapters.libraries import Library
 from verify.cli import fetch_command, places
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED, USAGE
-from verify.cli.main import main
 from verify.engine.across import BROKEN as IS_BROKEN
 from verify.engine.across import HOLDS as DOES_HOLD
 from verify.engine.across import NOT, SiteVerdict, cell_of, first_change
@@ -96,15 +96,6 @@ def wheels(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
     monkeypatch.setattr(fetch_command, "download", download)
     return loads
-
-
-def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    out, err = capfd.readouterr()
-    return code, out, err
 
 
 def answered(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

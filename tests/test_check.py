@@ -18,67 +18,40 @@ from hypothesis import strategies as st
 from oracles.tolerance import bound
 from properties.laws.law import Blind
 from properties.modules.domain import ModuleDomain
-from properties.paths.laws import PATH_LAWS
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.rules.laws import LAWS
-from properties.traces.domain import TraceDomain
 from properties.words.example import Example
 from properties.words.sizes import MOST, sized, with_drawing
 from tests.answering import Answering
+from tests.checking import FEW, RIGHT, checked
 from tests.commands import Command
 from tests.faults import different
 from verify.adapters import loader
-from verify.adapters.packages import installed
 from verify.adapters.registry import AdapterError
 from verify.bench.adapter_bench import AdapterBench
 from verify.cli.exits import UNDECIDED, exit_code
-from verify.engine import asking, check, explaining, law_check
+from verify.engine import asking, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
 from verify.engine.compile_plan import Plan
 from verify.engine.compilers import Compilers
-from verify.engine.drawing import seeded
 from verify.engine.profiles import BASE, PROFILES, Profile
 from verify.engine.state import Settings
 from verify.execution import execute as execute_module
-from verify.execution import judging, service
+from verify.execution import judging
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.findings import report as text
-from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import ENOUGH, LawReport, overall
 from verify.findings.store import Store
 from verify.gpu import device as devices
-from verify.process.messages import Compile, Describe, Question, RunOne
+from verify.process.messages import Question, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.process.worker import Worker, WorkerLost
+from verify.process.worker import Worker
 from verify.zoo import base
 
-RIGHT = "tests/right.py:Chunkwise"
-FEW = Profile("few", 8)
 NOBODY = Compilers([], None)
-TORCH = {"torch": (str(installed("torch")),)}
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    pair = [Worker(20.0), Worker(20.0)]
-    yield pair
-    for worker in pair:
-        worker.close()
-
-
-@pytest.fixture
-def store(tmp_path: pathlib.Path) -> Store:
-    return Store(tmp_path / "findings")
-
-
-def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **options: object) -> list[LawReport]:
-    others = {name: options.pop(name) for name in ("on_case", "on_report", "defects", "examples") if name in options}
-    options.setdefault("profile", FEW)
-    with Check(Settings(spec, laws, **options), workers, store, **others) as check:  # type: ignore[arg-type]
-        return check.run()
 
 
 def test_nothing_is_green_by_default() -> None:
@@ -449,53 +422,6 @@ def test_a_case_whose_memory_ran_out_beside_other_processes_is_run_again_when_th
     assert calls[:3] == ["called", "room", "called"]
 
 
-def known(line: str, where: str, **more: object) -> Known:
-    run = Run.parse(line)
-    words = dict(word.split("=") for word in where.split())
-    return dataclasses.replace(Known(run, TORCH, words, "it was so from the start"), **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
-    spec = "zoo/AddsStateTwice"
-    defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")
-    profile = Profile("more", 24)
-    (report,) = checked(spec, ["recall"], workers, store, defects=[defect], profile=profile)
-    assert report.verdict is Verdict.HOLDS, report
-    assert report.counts[Verdict.KNOWN] > 0
-    assert report.counts[Verdict.HOLDS] >= ENOUGH
-    (line,) = report.known
-    assert line.startswith("known defect, still there: it was so from the start (law=recall ")
-    assert not (store.folder / "findings.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker], store: Store) -> None:
-    spec = "zoo/AddsStateTwice"
-    line = f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one"
-    for other in (
-        known(line, "state=none dtype=fp32 seed=0"),
-        known(line, "state=none", versions={"torch": ("0.1",)}),
-        known(line.replace("law=recall", "law=oracle"), "state=none"),
-    ):
-        (report,) = checked(spec, ["recall"], workers, store, defects=[other], profile=Profile("more", 20))
-        assert report.verdict is Verdict.BROKEN
-        assert not other.explains(Run.parse(report.run))
-
-
-@pytest.mark.slow
-def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store: Store) -> None:
-    defect = known(f"law=oracle adapter={RIGHT} lengths=3", "seed=0 gate=saturated")
-    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("one", 1))
-    assert report.verdict is Verdict.HOLDS
-    (line,) = report.known
-    assert line.startswith("known defect NO LONGER FAILS, remove it from known_defects.toml: ")
-    elsewhere = dataclasses.replace(defect, somewhere=True)
-    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[elsewhere], profile=Profile("one", 1))
-    (line,) = report.known
-    assert line.startswith("known defect, not shown on this processor: ")
-
-
 def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> None:
     for source, message in [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
@@ -609,70 +535,6 @@ def test_versions_are_compared_as_those_of_packages() -> None:
     assert different(loader.at_least, rows) == []
 
 
-@pytest.mark.parametrize(("device", "running", "count"), [("cuda", False, 4), ("cpu", False, 2), ("cuda", True, 2)])
-def test_a_check_of_a_serving_engine_starts_more_workers_on_the_gpus(
-    monkeypatch: pytest.MonkeyPatch, *, device: str, running: bool, count: int
-) -> None:
-    places = list[dict[str, str]]()
-
-    def start(_deadline_s: float, environment: dict[str, str]) -> Answering:
-        places.append(environment)
-        return Answering()
-
-    monkeypatch.setattr(check, "Worker", start)
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: [Answering() for _ in range(count)])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    settings = Settings("gdn/pool", device=device, engine_workers=4)
-    checking = Check(settings, [Answering(), Answering()] if running else 2)
-    checking.share_gpus(TraceDomain())
-    assert len(checking.workers) == count
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "5"][: count - 2]
-
-
-@pytest.mark.parametrize(("gib", "count"), [(141, 6), (40, 4), (20, 2)])
-def test_a_check_of_a_kernel_starts_as_many_workers_as_the_memory_of_the_gpus_has_room_for(
-    monkeypatch: pytest.MonkeyPatch, *, gib: int, count: int
-) -> None:
-    monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Answering())
-    first = [Answering(), Answering()]
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: first)
-    checking = Check(Settings(RIGHT, device="cuda", engine_workers=8, gpu_workers=6), 2)
-    checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=gib << 30)
-    checking.share_gpus(Domain())
-    assert len(checking.workers) == count
-    assert [checking._pool.take(0) for _ in first] == first[::-1]  # they have started, so the first laws get them
-
-
-def test_further_workers_of_a_gpu_start_before_their_first_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = threading.Semaphore(0)
-    questions = list[Question]()
-
-    class Starting(Answering):
-        def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
-            questions.append(question)
-            begun.release()
-            raise WorkerLost("closed", "by its supervisor", "")  # a check that ends at once closes it
-
-    monkeypatch.setattr(check, "Worker", lambda _deadline_s, environment: Starting())
-    monkeypatch.setattr(check, "started", lambda device, count, deadline_s, sequential: [Answering()])
-    checking = Check(Settings(RIGHT, device="cuda", gpu_workers=3), 1)
-    checking.described = asking.Described(RIGHT, Domain(), "chunkwise", "none", memory=141 << 30)
-    checking.share_gpus(Domain())
-    assert all(begun.acquire(timeout=60) for _ in range(2))
-    assert questions == [Describe(RIGHT)] * 2
-
-
-def test_a_process_that_compiles_ahead_gives_way_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = list[int]()
-    monkeypatch.setattr(service.os, "nice", steps.append)
-    monkeypatch.setattr(service, "compiled", lambda run: False)
-    service._give_way.cache_clear()
-    for _ in range(2):
-        service._compile(Compile(f"law=oracle adapter={RIGHT} lengths=3"))
-    service._give_way.cache_clear()
-    assert steps == [service.NICE]
-
-
 def blind_at_first(monkeypatch: pytest.MonkeyPatch, blind: int) -> list[str]:
     """Makes the first `blind` cases of a law blind, without a worker. Returns the lines that are run, as they are run."""
     lines = list[str]()
@@ -717,44 +579,6 @@ def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypa
     check: Any = SimpleNamespace(_state=common, report=report, _drawn=["a"], _blind={"a"}, _examples=8)
     assert law_check.LawCheck._replace_blind(check, LAWS["cut"]) is False
     assert strategies == ["a palette's, for cut and a GPU's domain"]
-
-
-def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    """Of a broken output the judge measures only what they do not explain, so an outcome without them may look explained."""
-    defects, run, passed = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
-
-    def answered(run: Run, worker: object, store: Store, defects: object = None, **_: object) -> Outcome:
-        passed.append(defects)
-        return Outcome(Verdict.HOLDS)
-
-    for module, name in ((law_check, "ask"), (law_check, "ask_afresh"), (explaining, "ask_afresh")):
-        monkeypatch.setattr(module, name, answered)
-    law: Any = SimpleNamespace(_worker=None, _state=SimpleNamespace(store=store, defects=defects))
-    law_check.LawCheck._ask(law, run)
-    law_check.LawCheck._ask_afresh(law, run)
-    broken = Outcome(Verdict.BROKEN, [Finding("o", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])
-    explaining.explain(run.the_law, run, broken, SimpleNamespace(deadline_s=1.0), store, defects, threading.Event())  # type: ignore[arg-type]
-    assert len(passed) > 2
-    assert all(each is defects for each in passed)
-
-
-def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged: list[Any] = []
-    monkeypatch.setattr(service, "execute", lambda _, **options: judged.append(options["excused"]) or Outcome(Verdict.HOLDS))
-    service._ANSWERS[RunOne](RunOne(f"law=pure adapter={RIGHT} lengths=3", {}, {"dg": 4.0}))
-    assert judged == [{"dg": 4.0}]
-
-
-def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    excused: list[Any] = []
-    holds = Outcome(Verdict.HOLDS, rows=1)
-    monkeypatch.setattr("verify.execution.paths.judged", lambda *arguments: excused.append(arguments[-1]) or holds)
-    examples = list[Example]()
-    adapter = loader.load("gdn/layer")
-    seeded(PATH_LAWS["parallel"].draw(adapter.domain), 1, 1, examples.append)
-    execute(Run("parallel", "gdn/layer", examples[0]), excused={"y": 3.0})
-    assert excused
-    assert all(outputs == {"y": 3.0} for outputs in excused)
 
 
 def test_the_declarations_do_not_show_what_the_check_sets() -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.in_process import said
 from tests.together import for_each
 from verify.bench import guards
 from verify.cli import check_command, exits
-from verify.cli import main as cli
 from verify.engine import asking, explaining
 from verify.engine.asking import ask_all
 from verify.engine.check import Check
@@ -401,11 +401,6 @@ def test_it_is_found_on_the_path_in_cudas_folders_and_in_its_wheel(tmp_path: pat
     assert find() == program
 
 
-def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = cli.main(words)
-    return (code, *capfd.readouterr())
-
-
 def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,11 +411,11 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
 
     monkeypatch.setattr(sanitize, "find", missing)
     for words in (("check", RIGHT, "--sanitize"), ("repeat", f"law=oracle adapter={RIGHT} device=cuda lengths=3", "--sanitize")):
-        assert output_of(capfd, *words) == (exits.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
+        assert said(capfd, *words) == (exits.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
     monkeypatch.setattr(sanitize, "find", lambda: "compute-sanitizer")
     monkeypatch.setattr(devices, "gpus", lambda: 0)
     want = (exits.UNDECIDED, "", "gdn-verify: --sanitize needs a GPU, and torch sees none\n")
-    assert output_of(capfd, "check", RIGHT, "--sanitize", "racecheck") == want
+    assert said(capfd, "check", RIGHT, "--sanitize", "racecheck") == want
 
 
 @pytest.mark.parametrize(
@@ -434,7 +429,7 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
     ],
 )
 def test_it_is_for_one_process_on_a_gpu(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    code, out, err = output_of(capfd, *words)
+    code, out, err = said(capfd, *words)
     assert (code, out) == (exits.USAGE, "")
     assert "--sanitize is for one process on a GPU" in err
     assert err.count("\n") == 1
@@ -453,7 +448,7 @@ def test_the_command_line_runs_workers_under_it(
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 4)
     kernel(tmp_path)
     words = ("check", "kernel.py:Kernel", "--law", "pure", "--sanitize", "--workers", "1", "--profile", "few")
-    code, out, err = output_of(capfd, *words)
+    code, out, err = said(capfd, *words)
     assert code == exits.BROKEN, err
     assert "under compute-sanitizer --tool memcheck" in out
     assert "sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in out

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.answering import Answering
+from tests.in_process import said
 from tests.processes import family, gone
 from tests.together import for_each
 from verify.cli import exits, soak_command
@@ -267,14 +268,6 @@ def test_the_summary_counts_laws_rounds_cases_and_their_rate() -> None:
     assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (2 processes together: kernels 4 s, reference and tolerances 1 s)"
 
 
-def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(words)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    return (code, *capfd.readouterr())
-
-
 @for_each(
     ("words", "name"),
     [
@@ -293,14 +286,14 @@ def test_bad_usage_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Worker, "launch", lambda self: pytest.fail("a worker was started"))
-    code, out, err = output_of(capfd, "soak", *words)
+    code, out, err = said(capfd, "soak", *words)
     assert (code, out, err.count("\n")) == (exits.USAGE, "", 1)
     assert name in err
 
 
 def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(soak_command, "launched", object)
-    assert output_of(capfd, "soak", RIGHT)[0] == exits.USAGE
+    assert said(capfd, "soak", RIGHT)[0] == exits.USAGE
 
 
 @pytest.mark.slow
@@ -313,7 +306,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.1 * next(looks)))
     monkeypatch.chdir(tmp_path)
     words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out", "--html", "page.html")
-    code, out, err = output_of(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
+    code, out, err = said(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
     assert code == exits.BROKEN, err
     lines = out.splitlines()
     assert lines[0].startswith(f"{RIGHT}  torch ")
@@ -377,7 +370,7 @@ def test_an_interrupt_prints_what_is_known_and_leaves_no_process(
     try:
         interrupting = threading.Thread(target=interrupt)
         interrupting.start()
-        code, out, err = output_of(capfd, "soak", *words)
+        code, out, err = said(capfd, "soak", *words)
         interrupting.join()
     except KeyboardInterrupt:
         pytest.fail("the command had ended, or lets the interrupt through")
