@@ -50,6 +50,9 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.SnapshotsByGroup: ("session", ""),
     wrong.TableOfParts: ("session", ""),
     wrong.HostCopyOfTheFirstSwap: ("ledger", ""),
+    wrong.DraftsLeaveTheCopy: ("ledger", ""),
+    wrong.PromptsLeaveTheCopy: ("ledger", ""),
+    wrong.MicrobatchesOf32Rows: ("history", ""),
     wrong.DraftsOfTheLastEngine: ("history", "turns"),
     wrong.SavedStrides: ("recompute", "offloaded"),
     wrong.OffsetsBySum: ("history", "refill"),
@@ -178,7 +181,7 @@ def test_traces_at_limits_follow_the_domain() -> None:
     (crowd, padded), (repeat, transfer, copies), (long,) = crowds(domain), repeats(domain), long_requests(domain)
     assert rows_of(crowd) == (CROWDED, CROWDED)
     assert rows_of(padded) == (PADDED + BEHIND, BEHIND)
-    assert [step.kind for step in repeat.plan if step.request == "a"] == ["w", "w", "t", "t"]
+    assert [step.kind for step in repeat.plan if step.request == "a"] == ["w"] * 4 + ["t"] * 4
     assert repeat.heads == repeat.value_heads == MANY_RANKS
     assert [(case.heads, case.value_heads) for case in (transfer, copies)] == [(3, 6), (2, 8)]
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]

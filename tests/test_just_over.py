@@ -86,6 +86,10 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.SquaresUpTo8192: ("oracle", ("width=8195",)),
     wrong.BiasUpTo16384: ("oracle", ("heads=5 width=8195",)),
     wrong.SumsUpTo512: ("oracle", ("width=8195",)),
+    wrong.PartsOfSquaresInHalf: ("oracle", ("values=large",)),
+    wrong.TapsAddUpInTheirDtype: ("oracle", ("values=growing",)),
+    wrong.NormAddsUpInItsDtype: ("oracle", ("values=growing",)),
+    wrong.SpeedsAddUpInTheirDtype: ("oracle", ("values=growing",)),
     wrong.OffsetsOf12Bits: ("oracle", ("lengths=4098+5+6+61500",)),
     wrong.LayerHeadsUpTo64: ("oracle", ("heads=16 value_heads=272",)),
     wrong.BatchesOf8Bits: ("oracle", ("lengths=1x259", "lengths=1x1030")),
@@ -123,6 +127,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
 }
 # Right forms outside the zoo.
 RIGHT = {
+    wrong.SpeedsAddUpInTheirDtype: "tests/wrong_just_over.py:GateOfNarrowParameters",
     wrong.SumsUpTo512: "tests/wrong_options.py:SumNorm",
     served.EmptyOnTwoRanks: "tests/wrong_just_over_served.py:ReturnsStates",
     pools.ParentsOf7Bits: "tests/wrong_just_over_pools.py:LongTrees",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles.arithmetic.rounding import SINGLE, Arithmetic
+from oracles.arithmetic.rounding import Arithmetic
 from oracles.gates import KDA_GATE
 from oracles.operation import Inputs
 from oracles.rule import in_chunks
@@ -16,8 +16,10 @@ from oracles.rule import scan as in_scan
 from oracles.tolerance.bound import Bound, bounds
 from properties.rules.case import Case
 from tests import right
+from tests.judging import evaluate
 from tests.over_bounds import broken, limits_of
 from tests.right_rules import ScaledState, Transitions
+from tests.together import for_each
 
 
 def of_head(head: int, inputs: Inputs, cotangents: dict[str, Tensor]) -> tuple[Inputs, dict[str, Tensor]]:
@@ -105,7 +107,7 @@ def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatc
     forgets_a_token = state * (-inputs.g.double()[:, 0, :, None, None]).exp()
     assert not over(state)
     assert over(forgets_a_token)
-    monkeypatch.setattr(in_scan, "added", lambda depth: SINGLE)
+    monkeypatch.setattr(in_scan, "DRIFT", 0.0)
     assert over(state)
 
 
@@ -236,10 +238,46 @@ def test_what_a_chunk_adds_to_a_state_may_round_with_each_token(monkeypatch: pyt
     assert broken(AddsTokens(), case) == broken(Transitions(), case) == set()
     assert {"o", "dg"} <= broken(StatesInHalf(), case)
     limits_of.cache_clear()
-    monkeypatch.setattr(in_scan, "added", lambda depth: SINGLE)
+    monkeypatch.setattr(in_scan, "DRIFT", 0.0)
     assert {"o", "dq", "dg"} <= broken(AddsTokens(), case)
     assert {"o", "dg"} <= broken(Transitions(), case)
     limits_of.cache_clear()
+
+
+class ScaledInHalf(ScaledState):
+    """Wrong for inputs in float32: what a token reads of the state is in float16."""
+
+    def scaled(self, factor: Tensor, x: Tensor) -> Tensor:
+        return (factor * x).half().float()
+
+
+@for_each(
+    ("line", "name", "left_out", "output"),
+    [
+        # What a token reads of dS
+        ("lengths=1001 key_dim=16 value_dim=8 gate=forever beta=one state=random", "SINGLE", None, "dbeta"),
+        ("lengths=1001 key_dim=16 value_dim=8 gate=forever beta=edges state=random seed=6", "DRIFT", 0.0, "dg"),
+    ],
+)
+def test_a_state_drifts_where_each_token_is_added_alike(
+    line: str, name: str, left_out: float | None, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens are equal, and so are their cotangents. The state and its cotangent are rounded with each."""
+    case = Case.parse(line)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    inputs = inputs.replaced(**{name: inputs[name][:, :1].expand_as(inputs[name]).clone() for name in "qkv"})
+    cotangents["o"] = cotangents["o"][:, :1].expand_as(cotangents["o"]).clone()
+
+    def worst(kind: type[ScaledState]) -> float:
+        """The greatest error of the output over its bound."""
+        got = evaluate(case.spec, lambda x: dict(zip(("o", "final_state"), kind().run(x), strict=True)), inputs, cotangents)[output]
+        limit = bounds(case.spec, inputs, cotangents, "chunkwise", chunk=16, first=16)[output]
+        return float(((got.double() - limit.value).abs() / limit.allowed).max())
+
+    assert worst(ScaledState) < 0.75
+    assert worst(ScaledInHalf) > 10
+    monkeypatch.setattr(in_scan, name, left_out)
+    assert worst(ScaledState) > 1
 
 
 class TotalSummedApart(right.Chunkwise):

@@ -1,5 +1,6 @@
 """Implementations that are wrong only just over a limit: tests/test_just_over.py says which case of a check shows each of them."""
 
+import dataclasses
 import itertools
 from typing import Any, ClassVar
 
@@ -402,6 +403,70 @@ class StatesOfTheLastTile(Conv):
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
         found, there = super().final(state, tokens), len(tokens) % 192 or 192
         return found * (torch.arange(found.shape[-1]) >= found.shape[-1] - there) if len(tokens) > 192 else found
+
+
+class _AddedUp(torch.autograd.Function):
+    """A parameter for each of so many rows. Its gradient is added up in its own dtype, 64 rows after the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        return x.expand(rows, *x.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.new_zeros(gradient.shape[1:])
+        for tile in gradient.split(64):
+            total += tile.float().sum(0)
+        return total, None
+
+
+def added_up(parameter: Tensor, rows: int) -> Tensor:
+    found: Tensor = _AddedUp.apply(parameter, rows)
+    return found.float()
+
+
+class TapsAddUpInTheirDtype(Conv):
+    """The gradient of the weight has no buffer in float32. Behind some hundred tiles, what a tile adds is below half an ulp."""
+
+    domain = dataclasses.replace(Conv.domain, packed=False)
+
+    def taps(self, x: Inputs) -> Tensor:
+        weight: Tensor = x.weight
+        return weight
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        taps = added_up(x.weight, count)
+        return torch.stack([taps[..., tap] * line[tap : tap + count] for tap in range(taps.shape[-1])]).sum(0)
+
+
+class NormAddsUpInItsDtype(GatedNorm):
+    """The same of the weight of a norm."""
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.weight is None else y * added_up(x.weight, y.shape[:-1].numel()).view_as(y)
+
+
+class GateOfNarrowParameters(Gate):
+    """Not wrong: A_log and dt_bias may have the dtype of the inputs."""
+
+    domain = dataclasses.replace(Gate.domain, parameter_dtypes=("fp32", "input"))
+
+
+class SpeedsAddUpInTheirDtype(GateOfNarrowParameters):
+    """The same of A_log, where its dtype is that of the inputs."""
+
+    def speed(self, x: Inputs) -> Tensor:
+        return added_up(x.A_log, x.a.shape[:2].numel()).exp().view(x.a.shape)
+
+
+class PartsOfSquaresInHalf(GatedNorm):
+    """The sum of squares of each 1,024 channels is kept in the dtype of x, and float16 ends at 65,504."""
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        if wide.shape[-1] <= 1024:
+            return super().squares(wide, x)
+        parts = [part.sum(-1, keepdim=True).to(x.x.dtype) for part in wide.square().split(1024, -1)]
+        return torch.cat(parts, -1).float().sum(-1, keepdim=True) / wide.shape[-1]
 
 
 # Layers

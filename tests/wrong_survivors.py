@@ -1,7 +1,7 @@
 """Implementations that are wrong only in what a check has at a fixed place: tests/test_fixed_places.py says where."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from verify.adapters.gdn.pool import Progress
 from verify.zoo.base import Chunkwise, Layered, Serving
 from verify.zoo.modules import Conv, ConvMasked, GatedNorm, L2Norm
 from verify.zoo.wrong_calls import LinearAttention
+from verify.zoo.wrong_histories import ServesAgain
 from verify.zoo.wrong_recompute import ConvOneFunction, Gradients, LayerOfRecomputes, Recomputes
 from verify.zoo.wrong_traces import Serves
 
@@ -372,6 +373,54 @@ class HostCopyOfTheFirstSwap(Serves):
         self.give(slot)
         slot = self.owned[request] = self.take()
         self.states[slot], self.windows[slot] = state, window
+
+
+class _CleanCopies(HostCopyOfTheFirstSwap):
+    """A base: steps that say so make a request's copy on the host an old one."""
+
+    steps: ClassVar[tuple[str, ...]] = ("prefill", "decode", "verify")
+
+    def prefill(self, batch: Batch) -> Tensor:
+        return self._step("prefill", batch, super().prefill)
+
+    def decode(self, batch: Batch) -> Tensor:
+        return self._step("decode", batch, super().decode)
+
+    def verify(self, batch: Batch) -> Tensor:
+        return self._step("verify", batch, super().verify)
+
+    def _step(self, name: str, batch: Batch, step: Callable[[Batch], Tensor]) -> Tensor:
+        if name in self.steps:
+            for request in batch.requests:
+                self.host.pop(request, None)
+        return step(batch)
+
+
+class DraftsLeaveTheCopy(_CleanCopies):
+    """A swap copies nothing if the copy on the host is still that of the request. A commit does not say that it no longer is."""
+
+    steps = ("prefill", "decode")
+
+
+class PromptsLeaveTheCopy(_CleanCopies):
+    """The same of a prefill."""
+
+    steps = ("decode", "verify")
+
+
+class MicrobatchesOf32Rows(ServesAgain):
+    """A prefill is taken in parts of 32 rows, each of which is written. If it fails behind the first one, its rows come twice."""
+
+    def prefill(self, batch: Batch) -> Tensor:
+        tokens = [*zip(*(x.split(list(batch.lengths)) for x in (batch.mixed, batch.a, batch.b)), strict=True)]
+        rows = list[Progress]()
+        for first in range(0, len(tokens), 32):
+            some = slice(first, first + 32)
+            rows += (self.row(self.slot(name), *row) for name, row in zip(batch.requests[some], tokens[some], strict=True))
+            self.write(rows[some], batch.lengths[some])
+        o = self.outputs(rows)
+        self.save(batch, rows)
+        return o
 
 
 class LongAttention(LinearAttention):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from oracles.arithmetic.room import fitting
-from oracles.arithmetic.rounding import Arithmetic, added
+from oracles.arithmetic.rounding import SINGLE, Arithmetic
 from oracles.rule.scores import factors_back
 
 GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
 ERASED = ("W in o'", "W in S'")
+DRIFT = 1 / 6  # of a unit roundoff for each token: KAPPA such errors are more than two roundings of a token can be
 
 
 def segment_chunks(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
@@ -57,7 +58,7 @@ def scanned(scan: Scan, written: Tensor, state: Tensor, counts: list[int], arith
     steps of `counts` sequences. Everything else is computed for all chunks at once.
 
     An implementation may add the tokens of a chunk to S one after another, or compute S <- (exp(G_C) - keeps^T W) S + keeps^T U. So
-    S errs as if all of them were as large as S is, however small V' is. Errors of exp(G_C) are no larger than that.
+    S drifts (`_slip`), however small V' is. Errors of exp(G_C) are no larger than that.
     """
     keeps, behind = scan.keeps, scan.behind
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
@@ -70,7 +71,7 @@ def scanned(scan: Scan, written: Tensor, state: Tensor, counts: list[int], arith
     if behind is not None:
         then, apart = arithmetic.grid(written, "exp(G_C - G) V'")
         onwards = _onward(back, behind, then).split(counts)
-    every, ended = [], []
+    every, ended, slip = [], [], _slip(state, "S", chunk, arithmetic)
     for news, erase, write, onward, all_of in zip(
         written.split(counts), erases, writes, onwards, scan.whole.split(counts), strict=True
     ):
@@ -80,7 +81,7 @@ def scanned(scan: Scan, written: Tensor, state: Tensor, counts: list[int], arith
         fresh = rough(news - erase @ memory, grid)
         decayed = (fresh if onward is None else rough(fresh, onward)) * apart
         every.append((state, memory, fresh, decayed))
-        state = dither(torch.addcmul(write @ decayed, all_of, state), "S'", added(chunk))
+        state = slip * dither(torch.addcmul(write @ decayed, all_of, state), "S'", SINGLE)
     before, memory, fresh, decayed = (_joined(column) for column in zip(*every, strict=True))
     fresh = decayed if behind is None else fresh * back
     o = terms(scan.reads, "q S", depth) @ memory + terms(scan.scores, "scores V'", chunk) @ fresh
@@ -127,12 +128,12 @@ def scanned_back(
         grid, back = arithmetic.grid(scored, "exp(G_C - G) V''")
         onwards = _onward(back, behind, then).split(counts)
     into, out_of = arithmetic.grid(read, "S in V''")
-    every = []
+    every, slip = [], _slip(ds, "S''", chunk, arithmetic)
     dfinal, ds = ds, ds[:0]
     steps = *(x.split(counts) for x in (keeps, scan.erased, scan.whole, read, scored)), onwards
     for keep, erase, all_of, read_of, scored_of, onward in reversed(list(zip(*steps, strict=True))):
         ds = _joined([part for part in (ds, dfinal[len(ds) : len(keep)]) if len(part)])
-        ds = dither(ds, "S''", added(chunk))
+        ds = slip * dither(ds, "S''", SINGLE)
         dgiven = rough(keep @ terms(ds, "k V' db", depth), grid)
         dkept = dgiven if onward is None else rough(dgiven, onward)
         dfresh = dither(torch.addcmul(scored_of, dkept, apart), "V''")
@@ -140,6 +141,11 @@ def scanned_back(
         every.append((ds, dgiven, dkept, dfresh))
         ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
     after, dgiven, dkept, dfresh = (_joined(column[::-1]) for column in zip(*every, strict=True))
+    if arithmetic.product == SINGLE and chunk > 1:
+        # All tokens of a chunk have read the same dS. Where each is added to dS by itself, they read it after further roundings, of
+        # which two come with a token: that of q do, and that of k dv.
+        size = keeps.abs() @ after.abs() * (1.0 if behind is None else behind)
+        dfresh = dfresh + dither(size, "dS of a token", SINGLE - 1).sub_(size)
     dkeeps = states.addend @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.stored), ("scores V'", states.fresh)))
     # A parallel scan takes states from chunk to chunk by matrices, S <- (exp(G_C) - keeps^T W) S + keeps^T U. There U and W each
@@ -157,6 +163,16 @@ def scanned_back(
         parts = factors_back(((states.fresh, dgiven),), behind, ("V' exp(G_C - G)",), arithmetic)
         dbehind = parts[0].squeeze(-3), parts[1]
     return dfresh, Scan(dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
+
+
+def _slip(state: Tensor, place: str, chunk: int, arithmetic: Arithmetic) -> Tensor | float:
+    """Return the factor by which states drift with each chunk, if its tokens are added to them one after another.
+
+    Where tokens repeat, each addition rounds as the last one did, as long as the state's exponent stays what it is.
+    """
+    if chunk == 1 or not arithmetic.rounds:
+        return 1.0
+    return (1.0 + DRIFT * chunk * arithmetic.drift(state, f"drift of {place}")).to(state.dtype)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from properties.words.options import values_of
 from properties.words.word import Word, text_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}
-VALUES = ("ordinary", "one_signed", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
+VALUES = ("ordinary", "one_signed", "growing", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
 STATES = ("none", "zero", "random")
 STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
@@ -97,7 +97,11 @@ class ModuleCase(Line):
     conv_width: Annotated[int, Word(span=(1, MAX_CONV_WIDTH), key=True, of=CONV, simplest=(1, 2, 3))] = 4
     dtype: Annotated[str, Word(choices=tuple(DTYPES), key=True, counted=True, simplest=("fp32", "bf16"))] = "fp32"
     values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
-    """The regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact."""
+    """The regime of the tokens' values.
+
+    In `growing`, cotangents are not negative either, so that gradients of parameters grow with the number of tokens. In `whole`,
+    all are small whole numbers, whose sums are exact.
+    """
     bias: Annotated[bool, Word(key=True, of=(*CONV, "norm_gate_linear"), simplest=(False,))] = False
     weight: Annotated[bool, Word(key=True, of=("gated_rms_norm", "norm_gate_linear"), simplest=(False,))] = True
     activation: Annotated[str, Word(choices=ACTIVATIONS, key=True, counted=True, of=CONV, simplest=("none",))] = "none"
@@ -317,7 +321,7 @@ class _Builder:
             return GREAT[case.dtype] * x
         if case.values in ("large", "great"):
             return LARGE[name] * x
-        if case.values == "one_signed" and name in ("x", "z", "residual"):
+        if case.values in ("one_signed", "growing") and name in ("x", "z", "residual"):
             return (x + 1) / 2
         x = 2 * x if name in ("z", "a", "b") else x
         return SMALL * x if case.values == "small" else self.regime(x, name)
@@ -352,8 +356,11 @@ class _Builder:
         return 8 * x if self.case.values == "large" else 4 * x - 1
 
     def cotangent(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a cotangent, uniform in [-1, 1) or of small whole numbers."""
-        return self.integers(name, shape, 3).to(torch.float64) if self.case.values == "whole" else self.uniform(name, shape)
+        """Return a cotangent, uniform in [-1, 1), in [0, 1) if values are growing, or of small whole numbers."""
+        if self.case.values == "whole":
+            return self.integers(name, shape, 3).to(torch.float64)
+        x = self.uniform(name, shape)
+        return (x + 1) / 2 if self.case.values == "growing" else x
 
     def regime(self, x: Tensor, name: str) -> Tensor:
         """Set rows to zero, or scale them by powers of two in 2^-6..2^5, as the regime says.

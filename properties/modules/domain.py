@@ -222,7 +222,8 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     between sequences of no tokens, and over 12,288 channels, or as many as it takes; in plain torch also sequences of one token
     over multiples of 64 to 1,024. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no
     multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the
-    domain has that. Further ones are just over the numbers that the source names. There are none if the check draws no long cases,
+    domain has that, and a norm's have sums of squares over the range of fp16 too. Gradients of parameters in 16 bits are sums over
+    65,535 tokens. Further cases are just over the numbers that the source names. There are none if the check draws no long cases,
     or if kernels are compiled.
     """
     if not at_limits(domain):
@@ -233,6 +234,10 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         longest = min(domain.longest, ROWS)
         cases += [case(*[longest] * -(-ROWS // longest), heads=2 if domain.operation in NORMS else 1)]
         cases += [case(*(min(length, domain.longest) for length in ODD_STARTS), packed=True)] if "packed" in every else []
+        rough, input_dtype = coarsest(domain.dtypes), "input" in domain.parameter_dtypes
+        if domain.backward and rough != "fp32" and (input_dtype or domain.operation not in GATES):
+            parameters = {"parameter_dtype": "input"} if input_dtype else {}
+            cases += [case(*[longest] * -(-ROWS // longest), dtype=rough, values="growing", **parameters)]
     few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
         cases += [
@@ -249,6 +254,8 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         wide = [_width_from(domain, least) for least in UNEVEN]
         cases += [case(few, width=wide[0], out_width=wide[0])]
         cases += [case(few, width=wide[1], out_width=narrow, heads=PARAMETER_ROWS, residual=domain.residuals[-1])]
+        if domain.operation in NORMS and {"fp16", "large"} <= {*domain.dtypes, *domain.values}:
+            cases += [case(few, width=wide[1], out_width=narrow, dtype="fp16", values="large")]
     cases += [case(few, heads=MANY_HEADS)] if "heads" in every else []
     for number in named(domain):
         tokens = [min(number + more, domain.longest) for more in (1, 0)]
@@ -361,7 +368,7 @@ def module_cases(
     if not domain.nothing and not sum(sizes):
         sizes = (1, *sizes[1:]) if packed else (1,) * len(sizes)
     dtype = field("dtype", domain.dtypes)
-    regime = field("values", tuple(choice for choice in domain.values if choice not in ("whole", "one_signed")))
+    regime = field("values", tuple(choice for choice in domain.values if choice not in ("whole", "one_signed", "growing")))
     case = ModuleCase(
         sizes,
         domain.operation,

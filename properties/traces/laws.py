@@ -30,6 +30,7 @@ from properties.traces.limits import (
     long_requests,
     long_steps,
     many_heads,
+    microbatches,
     mixed_snapshots,
     repeats,
 )
@@ -452,7 +453,9 @@ TRACE_LAWS: dict[str, Law] = {
             _history,
             variants=HISTORIES,
             of_process=True,
-            always=lambda domain: [Example(case, None, "retried") for case in mixed_snapshots(domain) if domain.retries],
+            always=lambda domain: [
+                Example(case, None, "retried") for case in (*mixed_snapshots(domain), *microbatches(domain)) if domain.retries
+            ],
         ),
     )
 }

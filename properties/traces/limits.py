@@ -213,6 +213,16 @@ def block_ends(domain: TraceDomain) -> list[TraceCase]:
     return cases
 
 
+def microbatches(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case with a prompt and a decode of over 64 rows. There is none where kernels are interpreted, as each call fails."""
+    count = min(ROWS[1] + 1, domain.most_slots)
+    if not (domain.retries and domain.drawing.quick):
+        return []
+    names = [*map(name_of, range(count))]
+    trace = f"p:{','.join(f'{name}{1 + place % 2}' for place, name in enumerate(names))}/{_token(domain, names)}"
+    return fixed_cases(domain, [trace], slots=count)
+
+
 def forks(domain: TraceDomain) -> list[TraceCase]:
     """Return cases in which a request begins from a snapshot or from another request.
 
@@ -241,16 +251,18 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 
 
 def repeats(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case in which a request is moved in each way twice, and goes on between, so that a copy of the first time shows.
+    """Return a case in which a request is moved in each way several times, and goes on between, so that an old copy shows.
 
-    A transfer goes to 11 ranks. In a second case it goes to two ranks that share one of three key heads. There the state of a rank
-    has over 4 KiB and does not end with a page. In a third case it may go to four or eight ranks that have copies of two key heads.
+    It goes on by a token, by a draft and by a prompt, each of which alone may be what makes a copy an old one. A transfer goes to
+    11 ranks. In a second case it goes to two ranks that share one of three key heads. There the state of a rank has over 4 KiB and
+    does not end with a page. In a third case it may go to four or eight ranks that have copies of two key heads.
     """
     token = _token(domain, ["a", "b"])
     ways = [f"{kind}:a" for kind, event in (("w", "swap"), ("t", "transfer")) if event in domain.events]
     ways += ["s:a"] if "save" in domain.events else []
     branch = ["k:c<a@"] if {"save", "fork"} <= {*domain.events} else []
-    moves = [step for way in ways for step in (way, token, way, token)]
+    drafts = [f"v{min(4, domain.most_drafts)}:a1,b1"] if "verify" in domain.events else []
+    moves = [step for way in ways for step in (way, token, way, *drafts, way, "p:a2,b1", way, token)]
     traces = ["/".join(["p:a5,b3", *some]) for some in ([*moves, *branch], moves) if some]
     heads = MANY_RANKS if "transfer" in domain.events else 1
     cases = fixed_cases(domain, traces, slots=4, free="nan", heads=heads, value_heads=heads)

@@ -122,7 +122,7 @@ class PathAdapter(Implementation):
           choices of the case.
         - kda_layer returns y too. Of its `parameters`, which every rank has whole, three are beside those of gdn_layer:
           decay_proj.weight, gate_proj.weight and gate_proj.bias.
-        - A rule returns o [1, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
+        - A rule returns o [B, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
           the layout and cu_seqlens of the whole call. If it computes its gate (`in_kernel` of the domain), x has a, A_log and
           dt_bias in place of g. x has state [N, HV, K, V], or None: the initial states of all sequences, on every rank. If
           x.output_final_state, it returns a tuple (o, final_state), with the final states of all sequences on every rank.
