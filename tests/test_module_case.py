@@ -38,6 +38,7 @@ KNOWN = (
     ("lengths=4 op=l2norm heads=2 dtype=bf16 values=great seed=3", "1dd82a6007fbe21c"),
     ("lengths=3+3 op=norm_gate_linear width=5 out_width=3 dtype=bf16 bias=yes eps=1e-5 seed=3", "db1f5245a71e8870"),
     ("lengths=9 op=gated_rms_norm values=one_signed seed=10", "c6d2e7d769ee1ebd"),
+    ("lengths=7 op=gated_rms_norm width=5 dtype=bf16 values=growing seed=11", "e9f64ccdaae7a5e0"),
     ("lengths=6 op=norm_gate_linear width=8 out_width=40 values=large weight=no seed=9", "a29800248f02298a"),
 )
 
@@ -283,7 +284,7 @@ LINES = [
         "operation must be one of causal_conv1d, gdn_gate, kda_gate, l2norm, gated_rms_norm, norm_gate_linear, got 'decode'",
     ),
     ("lengths=4 op=l2norm head=2", "unknown word 'head' in the case line; did you mean heads?"),
-    ("lengths=4 op=l2norm values=loud", "values must be one of ordinary, one_signed, repeated"),
+    ("lengths=4 op=l2norm values=loud", "values must be one of ordinary, one_signed, growing, repeated"),
     ("lengths=4 op=causal_conv1d activation=relu", "activation must be one of none, silu, got 'relu'"),
     ("lengths=4 op=l2norm eps=1e-4", "eps must be one of 1e-6, 1e-5, default, got '1e-4'"),
     ("lengths=4+5 op=l2norm", "lengths must all be equal unless packed=yes, got 4+5"),

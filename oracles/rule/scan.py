@@ -144,7 +144,7 @@ def scanned_back(
     if arithmetic.product == SINGLE and chunk > 1:
         # All tokens of a chunk have read the same dS. Where each is added to dS by itself, they read it after further roundings, of
         # which two come with a token: that of q do, and that of k dv.
-        size = keeps.abs() @ after.abs() * (1.0 if behind is None else behind)
+        size = torch.copysign(keeps.abs() @ after.abs() * (1.0 if behind is None else behind), dfresh)
         dfresh = dfresh + dither(size, "dS of a token", SINGLE - 1).sub_(size)
     dkeeps = states.addend @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.stored), ("scores V'", states.fresh)))
