@@ -3,6 +3,7 @@
 Only this part of a rule goes from chunk to chunk. Everything else is computed for all chunks at once.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from oracles.rule.scores import factors_back
 
 GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
 ERASED = ("W in o'", "W in S'")
+_KEPT = 2**20  # up to so many numbers, in all runs, the drift of a shape is cached: on a GPU, making it waits
 DRIFT = 1 / 6  # of a unit roundoff for each token: KAPPA such errors are more than two roundings of a token can be
 
 
@@ -172,7 +174,14 @@ def _slip(state: Tensor, place: str, chunk: int, arithmetic: Arithmetic) -> Tens
     """
     if chunk == 1 or not arithmetic.rounds:
         return 1.0
-    return (1.0 + DRIFT * chunk * arithmetic.drift(state, f"drift of {place}")).to(state.dtype)
+    make = _fractions if arithmetic.runs * state.shape[-2:].numel() <= _KEPT else _fractions.__wrapped__
+    fractions = make(arithmetic, f"drift of {place}", (*[1] * (state.ndim - 2), *state.shape[-2:]), state.device)
+    return (1.0 + DRIFT * chunk * fractions).to(state.dtype)
+
+
+@functools.lru_cache(8)
+def _fractions(arithmetic: Arithmetic, place: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return arithmetic.drift(torch.empty(shape, device=device), place)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -236,7 +236,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(*(min(length, domain.longest) for length in ODD_STARTS), packed=True)] if "packed" in every else []
         rough, input_dtype = coarsest(domain.dtypes), "input" in domain.parameter_dtypes
         if domain.backward and rough != "fp32" and (input_dtype or domain.operation not in GATES):
-            parameters = {"parameter_dtype": "input"} if input_dtype else {}
+            parameters: dict[str, Any] = {"parameter_dtype": "input"} if input_dtype else {}
             cases += [case(*[longest] * -(-ROWS // longest), dtype=rough, values="growing", **parameters)]
     few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
