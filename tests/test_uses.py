@@ -164,6 +164,13 @@ def test_a_batch_belongs_to_the_engine_for_one_step(trace: str) -> None:
         assert execute(Run.parse(line.format(spec_of(kind)))).verdict is verdict, kind
 
 
+@pytest.mark.parametrize("values", ["great", "ordinary"])
+def test_a_slot_may_overflow_in_a_call_that_fails(values: str) -> None:
+    line = "law=history variant=failed adapter={} op=decode lengths=2 dtype=bf16 values={} state=random state_dtype=fp16"
+    for kind, verdict in ((wrong.SlotsInHalf, Verdict.HOLDS), (wrong.ClearsSlotsFirst, Verdict.BROKEN)):
+        assert execute(Run.parse(line.format(spec_of(kind), values))).verdict is verdict, kind
+
+
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 @pytest.mark.slow_after_first
 def test_right_code_that_comes_near_holds(kind: type) -> None:

@@ -207,6 +207,21 @@ class TokensInPlace(Serving):
         return torch.cat(outputs, 1), x.pool
 
 
+class SlotsInHalf(Serving):
+    """Right: slots may be of float16, where a number over 65,504 is stored as infinity."""
+
+    domain = dataclasses.replace(Serving.domain, state_dtypes=("fp16",))
+
+
+class ClearsSlotsFirst(SlotsInHalf):
+    """What a request begins from is read, its slot is cleared, and only then its tokens are computed."""
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot).clone()
+        x.pool[slot] = 0
+        return state
+
+
 class TableBeforeItIsFull(Serving):
     """The numbers of 150 tokens or more are a table that is kept for each count of them, from before it is filled."""
 

@@ -81,7 +81,7 @@ def _failed(bench: Bench, example: Example, inputs: Inputs, bounds: dict[str, Bo
     for at, left in failures(bench, inputs, None, example.case.seed):
         slots = (slice(None), *[None] * (inputs.pool.ndim - 1))
         same = (bits(left.pool) == bits(inputs.pool)).flatten(1).all(-1)
-        stored = torch.where(same[slots], bounds["pool"].value, left.pool)
+        stored = torch.where(same[slots], bounds["pool"].value.to(left.pool.dtype), left.pool)
         others = ~meant["pool"]
         yield from judged({"pool": stored}, bounds, {"pool": meant["pool"]}, f"after operation {at} of the call had failed")
         where = f"after operation {at} of the call had failed, other slots"
