@@ -206,6 +206,26 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
     assert (found, ratio > 1000) == (["o", "final_state"], True), "four runs alone"
 
 
+def test_few_runs_may_have_no_error_where_a_right_implementation_has_one() -> None:
+    """A KDA rule without a state sums q dq - k dk for dg of a lone token: 0, but for an error on the grid of float32.
+
+    The few runs that the first bound has meet no such error, so there is hardly a tolerance, and only more runs can tell.
+    """
+    words = "lengths=2+1 op=kda packed=yes key_dim=1 value_dim=65 dtype=bf16 gate=1000 values=repeated in_kernel=gate dt_bias=no"
+    case = Case.parse(f"{words} seed=44483")
+    limit = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise")["da"]
+    assert float(limit.allowed[0, -1]) < 1e-28
+
+    def found(error: float) -> list[str]:
+        off = torch.zeros_like(limit.value)
+        off[0, -1] = error
+        return [finding.output for finding in judge(pairs_of({"da": limit.value + off}, {"da": limit}), lambda *_: "").findings]
+
+    assert found(6.5e-11) == []
+    assert found(6.5e-9) == ["da"]
+    assert found(math.nan) == ["da"]
+
+
 @pytest.mark.slow
 def test_how_far_over_is_clear() -> None:
     for words, counts in [
@@ -281,6 +301,9 @@ def test_a_bound_says_right_wrong_or_that_more_runs_are_needed() -> None:
         (some, 1.0, 1.0, Decision.RIGHT),
         (some, 1.1, 1.0, Decision.UNDECIDED),
         (some, bound.CLEAR, 1.0, Decision.WRONG),
+        (some, 2.0 * bound.NOTHING, 1.0, Decision.UNDECIDED),
+        (some, math.inf, 1.0, Decision.WRONG),
+        (final, 2.0 * bound.NOTHING, 1.0, Decision.WRONG),
         (some, 3.0, 4.0, Decision.RIGHT),
         (some, 4.5, 4.0, Decision.UNDECIDED),
         (final, 1.1, 1.0, Decision.WRONG),

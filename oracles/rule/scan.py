@@ -18,7 +18,7 @@ from oracles.rule.scores import factors_back
 GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
 ERASED = ("W in o'", "W in S'")
 _KEPT = 2**20  # up to so many numbers, in all runs, the drift of a shape is cached: on a GPU, making it waits
-DRIFT = 1 / 6  # of a unit roundoff for each token: KAPPA such errors are more than two roundings of a token can be
+DRIFT = 1 / 6  # of a unit roundoff for each token; a tolerance, KAPPA times their spread, then has 1.15 of them: over one rounding
 
 
 def segment_chunks(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:

@@ -57,6 +57,7 @@ RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
 COARSE = 4
 CLEAR, CLEAR_OF_MORE = 30.0, 12.0
+NOTHING = 1e12  # a finite error so many times over a tolerance says that there is hardly a tolerance: few runs may have no error
 AMPLIFIED, CLEARLY = 128, 1000.0  # longer sequences may amplify errors; then CLEARLY replaces CLEAR, and needs MORE runs
 LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
 ANY = 1e200  # the tolerance of a row whose value means nothing: every finite number is within it, NaN is not
@@ -83,8 +84,8 @@ class Bound:
     `sure` is 1 for RUNS runs or more. A bound of fewer runs has `sure` below 1: the tolerance of RUNS runs is at least `sure` times
     this `allowed`. If no error exceeds that product, RUNS runs would find none broken either; otherwise more runs are needed.
 
-    An error that exceeds `allowed` by more than the factor `clear` is broken, whatever more runs would allow; none is, not even
-    NaN, if `clear` is infinite.
+    An error that exceeds `allowed` by more than the factor `clear`, and not by NOTHING, is broken, whatever more runs would allow;
+    none is, not even NaN, if `clear` is infinite.
     """
 
     value: Tensor
@@ -110,8 +111,8 @@ class Bound:
         """Return what is known of a row whose error is `ratio` times its tolerance, if it may be `most` times the tolerance."""
         if ratio <= (most if self.sure == 1 else self.sure):
             return Decision.RIGHT
-        wrong = self.finer is None or (self.sure == 1 and math.isfinite(self.clear) and ratio >= most * self.clear)
-        return Decision.WRONG if wrong else Decision.UNDECIDED
+        clear = math.isfinite(self.clear) and ratio >= most * self.clear and not NOTHING < ratio < math.inf
+        return Decision.WRONG if self.finer is None or (self.sure == 1 and clear) else Decision.UNDECIDED
 
     def refined(self, rows: Tensor) -> "Bound":
         """Return the bound from more runs for the marked rows, which are undecided."""
