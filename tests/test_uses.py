@@ -66,6 +66,8 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     ways.WeightIntoTheProjection: ("history", "no_grad"),
     ways.SquaresOfTheLastEvaluation: ("history", "gradients"),
     ways.DecodesInTurn: ("history", "inference"),
+    ways.EpsOfTheFirstDecode: ("history", "inference"),
+    ways.TilesInTurn: ("absent", "final_state"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),
     wrong_ranks.NoBackwardWithoutStates: ("accumulated", "frozen"),

@@ -4,6 +4,7 @@ tests/test_uses.py says which law and variant show each of them.
 """
 
 import dataclasses
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -302,6 +303,53 @@ class DecodesInTurn(Serving):
             buffer = self.buffers.setdefault((kind, turn), torch.zeros(o.shape, dtype=o.dtype))
             buffer.data.copy_(o)
         return buffer, *rest
+
+
+class AnyEps(Chunkwise):
+    """Right: the norm of q and k adds the eps of its call."""
+
+    domain = dataclasses.replace(Chunkwise.domain, qk_norm_eps=("1e-6", "1e-5"), threads=False)
+    eps: ClassVar[dict[Any, float]] = {}
+
+    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        self.eps[threading.get_ident()] = self.eps_of(x)
+        return super().keys(x)
+
+    def eps_of(self, x: Inputs) -> float:
+        return float(x.qk_norm_eps)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide / (wide.square().sum(-1, keepdim=True) + self.eps[threading.get_ident()]).sqrt()).to(x.dtype)
+
+
+class EpsOfTheFirstDecode(AnyEps):
+    """The launch of single tokens under inference_mode is kept for their scale, shapes and dtype, with the first eps."""
+
+    launches: ClassVar[dict[Any, float]] = {}
+
+    def eps_of(self, x: Inputs) -> float:
+        eps = super().eps_of(x)
+        decodes = torch.is_inference_mode_enabled() and x.q.shape[1] == 1
+        return self.launches.setdefault((x.scale, x.q.shape, x.v.shape, x.q.dtype), eps) if decodes else eps
+
+
+class TilesInTurn(Chunkwise):
+    """A persistent kernel: a program has every 132nd sequence, and clears its state where it stores it or reads another one."""
+
+    domain = dataclasses.replace(Chunkwise.domain, threads=False)
+    held: ClassVar[list[Tensor]] = []
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        del self.held[row:]
+        if x.state is None and not x.output_final_state and row >= 132:
+            return self.held[row - 132]
+        return super().initial(x, row)
+
+    def sequence(self, *call: Any) -> Any:
+        o, state = super().sequence(*call)
+        self.held.append(state.detach())
+        return o, state
 
 
 class TapsByVersion(Conv):

@@ -37,7 +37,7 @@ from properties.laws.other_calls import (
     moved,
     other_kinds,
     rotated,
-    with_settings,
+    settings_of,
 )
 from properties.seeds import further_apart
 from properties.words.example import Example
@@ -293,8 +293,8 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
 
     Further cases always come. The first call of a new process is in 16 bits, and a later one in float32. That of another one is
     under inference_mode, and a later one has gradients. The first calls of a third one fail. The first of BEHIND that the domain
-    allows is called with and without gradients. Single tokens are called under inference_mode, with every setting at one value and
-    at another.
+    allows is called with and without gradients. Small single tokens are called under inference_mode, with every setting at one
+    value, with each at another, and with all.
     """
 
     def crowds(domain: Any, **more: Any) -> st.SearchStrategy[Example]:
@@ -316,13 +316,15 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
-        steps = [*firm_examples(domain, *others), *serving(domain, step)]
+        steps = [*firm_examples(domain, *others), *serving(domain)]
         return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
 
-    def serving(domain: Any, step: st.SearchStrategy[Any]) -> list[Example]:
+    def serving(domain: Any) -> list[Example]:
+        # Small values, with the norm, show an eps of an earlier call.
+        small = cases(domain, packed=not domain.batched, longest=domain.length_step, values="small")
+        step = small.filter(lambda case: case.tokens > 0).map(lambda case: complete(case, domain, ("qk_norm",)))
         found = firm_with_states(domain, step, "inference")
-        others = [with_settings(one.case, one.case, domain, "cpu", 0) for one in found]
-        return [*found, *(Example(other, None, "inference") for other in others if other != found[0].case)]
+        return found + [Example(other, None, "inference") for one in found for other in settings_of(one.case, domain)]
 
     def sized(domain: Any, tokens: int, **more: Any) -> st.SearchStrategy[Any]:
         """Draw cases of so many tokens, in one sequence if the domain has such long ones."""

@@ -85,9 +85,9 @@ def _packings(case: Any, domain: Any, count: int) -> list[tuple[int, ...]]:
     return [*dict.fromkeys(found)]
 
 
-def with_settings(other: Any, case: Any, domain: Any, device: str, number: int) -> Any:
-    """Return the case `other` with another value than `case` in every setting that has one; `number` decides which."""
-    for name in SETTINGS if device == "cpu" else SETTINGS_ON_GPU:
+def with_settings(other: Any, case: Any, domain: Any, device: str, number: int, names: Sequence[str] = SETTINGS) -> Any:
+    """Return the case `other` with another value than `case` in every setting of `names` that has one; `number` decides which."""
+    for name in names if device == "cpu" else SETTINGS_ON_GPU:
         word = case.WORDS.get(name)
         if word is None or (word.key and device != "cpu"):
             continue
@@ -101,9 +101,15 @@ def with_settings(other: Any, case: Any, domain: Any, device: str, number: int) 
     return other
 
 
-def complete(case: Any, domain: Any) -> Any:
-    """Return the case with every parameter in OPTIONAL that it and the domain can have."""
-    for name in OPTIONAL:
+def settings_of(case: Any, domain: Any) -> list[Any]:
+    """Return the case with each of SETTINGS at another value alone, and with all of them, as far as these are inside the domain."""
+    found = [with_settings(case, case, domain, "cpu", 0, names) for names in (*((name,) for name in SETTINGS), SETTINGS)]
+    return [other for number, other in enumerate(found) if other not in (case, *found[:number])]
+
+
+def complete(case: Any, domain: Any, names: Sequence[str] = OPTIONAL) -> Any:
+    """Return the case with every one of these words, of parameters or of the norm, that it and the domain can have."""
+    for name in names:
         if getattr(case, name, True) is False:
             with contextlib.suppress(ValueError):
                 changed = dataclasses.replace(case, **{name: True})

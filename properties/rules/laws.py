@@ -27,6 +27,7 @@ from properties.laws.law import (
     Law,
     either,
     examples_of,
+    firm_examples,
     one_final_state,
     one_initial_state,
 )
@@ -39,7 +40,7 @@ from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, 
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.lengths import over_one
-from properties.words.sizes import with_drawing
+from properties.words.sizes import FEW_TILES, TILES, with_drawing
 
 
 def _value_heads(case: Case) -> range:
@@ -128,6 +129,14 @@ def _absent_choices(domain: Domain) -> list[st.SearchStrategy[Example]]:
     if domain.options:
         choices.append(examples_of(cases(domain, **small).filter(lambda case: case.options != "none"), None, ("options",)))
     return choices
+
+
+def _unasked(domain: Domain, sequences: int) -> list[st.SearchStrategy[Example]]:
+    """Return a strategy for short sequences that have no initial states and whose final ones nobody asks for, if that may be."""
+    if domain.final_states == "none":
+        return []
+    crowd: dict[str, Any] = {"packed": domain.packed, "sequences": (sequences, sequences), "longest": 3 * domain.length_step}
+    return [examples_of(cases(domain, state="none", groups=((2, 2),), backward=False, **crowd), None, ("final_state",))]
 
 
 def _leaves_nothing_out(domain: Domain) -> str | None:
@@ -278,6 +287,8 @@ LAWS: dict[str, Law] = {
             needs=_leaves_nothing_out,
             variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients", "gate", "beta", "options"),
             lacks=_absent_lacks,
+            draw_gpu=lambda domain: either(_absent_choices(domain) + _unasked(domain, TILES)),
+            always=lambda domain: firm_examples(domain, *_unasked(domain, TILES if domain.drawing.quick else FEW_TILES)),
         ),
         Law(
             "norm",

@@ -42,6 +42,9 @@ ONE_BY_ONE = 2060  # the most packed sequences of one that does, because more of
 MANY_CHUNKS = 1025  # of one sequence: just over 1,024
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 ONE_OF_THREE = (1, 3)  # tokens of one of three packed sequences, which alone has any: as a step of one, or of each, would have
+# Packed sequences with two heads: two tiles or more for each program of a persistent kernel, of which an H100 has 132. There are
+# fewer where kernels are interpreted.
+TILES, FEW_TILES = 150, 20
 LONG_PAIR = (1030, 1030)  # two sequences of over 1,024 tokens, so that the second one begins there
 
 
