@@ -12,7 +12,7 @@ from verify.cli.fetch_command import FetchError, fetch, manifest_in
 
 OPTION = "--downloads"
 # The most MB of a wheel of any release that we take.
-SIZES = {"sglang": 39, "vllm": 336, "flashinfer": 62, "torchtitan": 1, "nemo_automodel": 4, "megatron": 2.6}
+SIZES = {"sglang": 39, "vllm": 336, "flashinfer": 96, "torchtitan": 1, "nemo_automodel": 4, "megatron": 2.6}
 MACHINE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "gdn-verify")
 MEGATRON = LIBRARIES["megatron"]
 

@@ -193,6 +193,7 @@ def test_adapters_pass_what_the_kernels_take(stand_in: types.SimpleNamespace) ->
         (kernels.Mtp, DECODE),
         (kernels.Mtp, MTP),
         (kernels.Mtp, MTP + " accepted=some seed=3"),
+        (kernels.Mtp, DECODE + " accepted=any seed=3"),
     ]:
         assert error(kind(), line) < 1, kind
 
@@ -202,6 +203,14 @@ def test_a_prefill_without_a_final_state_returns_the_output_alone(stand_in: type
     o, final = kernels.Prefill().run(x.replaced(output_final_state=False))
     assert final is None
     assert torch.equal(o, kernels.Prefill().run(x)[0])
+
+
+def test_a_draft_of_one_token_that_is_rejected_leaves_the_state(stand_in: types.SimpleNamespace) -> None:
+    class Decodes(kernels.Mtp):
+        def decoded(self, x: Inputs) -> tuple[Tensor, Tensor]:
+            return super().decoded(x.replaced(accepted=None))
+
+    assert error(Decodes(), DECODE + " accepted=any seed=3") > 1
 
 
 @pytest.mark.parametrize("wrong", ["norm", "layout", "alpha", "late"])

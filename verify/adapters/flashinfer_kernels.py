@@ -142,10 +142,18 @@ class Mtp(Kernel):
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         if x.v.shape[1] == 1:
-            return Decode.run(self, x)  # type: ignore[arg-type]  # it needs the module alone
+            return self.decoded(x)
         pool = x.pool.mT
         buffer = None if x.accepted is None else pool.new_empty(*x.v.shape[:2], *pool.shape[1:])
         o, _ = drafted(self.module.gated_delta_rule_mtp, x, pool, buffer)
         if buffer is not None:
             pool.copy_(committed(pool, buffer, x))
+        return o, x.pool
+
+    def decoded(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Decode drafts of one token; if some of them are rejected, on a copy of the pool."""
+        if x.accepted is None:
+            return Decode.run(self, x)  # type: ignore[arg-type]  # it needs the module alone
+        o, pool = Decode.run(self, x.replaced(pool=x.pool.mT.clone().mT))  # type: ignore[arg-type]
+        x.pool.mT.copy_(committed(x.pool.mT, pool.mT[x.slots.long()].unsqueeze(1), x))
         return o, x.pool

@@ -206,10 +206,11 @@ LIBRARIES = {
         Library(
             "flashinfer",
             "flashinfer-python",
-            "0.7.2.post1",
+            "0.7.4",
             files=("flashinfer/_build_meta.py", "flashinfer/trace/*.py", *_OF_EVERY_WHEEL),
             needed=("flashinfer/trace/templates/gdn.py",),
             gates=("flashinfer.gdn_prefill", "flashinfer.gdn_decode"),
+            others=("0.7.2.post1",),
         ),
         Library(
             "megatron",
