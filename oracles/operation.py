@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,12 +221,20 @@ def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG00
 
 
 def padding_of_rows(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """Rule: `pads` is None or absent, or says for each row of a batch how many of its first tokens are padding."""
+    """Rule: `pads` is None or absent, or says for each row of a batch how many of its tokens are padding (`no_padding`)."""
     if (pads := inputs.get("pads")) is None:
         return
     batch, tokens = sizes["B"], sizes["T"]
-    if inputs.get("cu_seqlens") is not None or len(pads) != batch or not all(0 <= pad <= tokens for pad in pads):
-        raise ValueError(f"pads must be a number in 0..{tokens} for each of B = {batch} rows, without cu_seqlens, got {pads!r}")
+    if inputs.get("cu_seqlens") is not None or len(pads) != batch or not all(abs(pad) <= tokens for pad in pads):
+        raise ValueError(
+            f"pads must be a number in {-tokens}..{tokens} for each of B = {batch} rows, without cu_seqlens, got {pads!r}"
+        )
+
+
+def no_padding(pads: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:
+    """Return a mask [B, T], false where a row is padding: in its first `pads` tokens or, of a negative number, in its last ones."""
+    first, place = torch.tensor(pads, device=device).unsqueeze(-1), torch.arange(tokens, device=device)
+    return (place >= first) & (place < tokens + first.clamp(max=0))
 
 
 def one_a_sequence(name: str) -> Rule:

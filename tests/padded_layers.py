@@ -1,11 +1,11 @@
-"""Layers that take a mask beside initial states: one right, and wrong ones that a mask alone, or states alone, do not show."""
+"""Layers that take a mask beside initial states, or with padding at the end of rows: right ones, and wrong ones."""
 
 import dataclasses
 
 import torch
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, no_padding
 from verify.zoo.base import Layered
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
@@ -15,6 +15,28 @@ class Padded(Layered):
     """Not wrong."""
 
     domain = dataclasses.replace(Layered.domain, padded_states=True)
+
+
+class PaddedEnds(Layered):
+    """Not wrong."""
+
+    domain = dataclasses.replace(Layered.domain, right_padding=True)
+
+
+class PadsGoOn(PaddedEnds):
+    """Hidden states of padding are zeros, but the state decays behind the tokens, and the window is that of the zeros."""
+
+    def run(self, x: Inputs) -> Answer:
+        if x.pads is None or min(x.pads) >= 0:
+            return super().run(x)
+        return self.unpadded(x.replaced(hidden=x.hidden * no_padding(x.pads, x.hidden.shape[1]).unsqueeze(-1), pads=None))
+
+
+class PadsAtTheStart(PaddedEnds):
+    """As many tokens as the mask leaves out are left out at the start of a row, wherever the mask has them."""
+
+    def run(self, x: Inputs) -> Answer:
+        return super().run(x if x.pads is None else x.replaced(pads=tuple(map(abs, x.pads))))
 
 
 class ForgetsStatesOfPadded(Padded):

@@ -1,4 +1,7 @@
-"""The law `left_padding` beside initial states, for domains that allow both. The layers are in padded_layers.py."""
+"""The law `left_padding` beside initial states and at the end of rows, for domains that allow it.
+
+The layers are in padded_layers.py.
+"""
 
 import pytest
 
@@ -6,6 +9,7 @@ from properties.layers.domain import LayerDomain
 from properties.layers.laws import LAYER_LAWS
 from properties.words.example import Example
 from tests import padded_layers
+from tests.drawn import domain_in_a_check
 from verify.adapters.base import Adapter
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
@@ -47,3 +51,27 @@ def test_wrong_layers_show_beside_states_alone(mutant: type[Adapter]) -> None:
     assert Verdict.BROKEN in verdicts(mutant, beside[:4])
     without = [example for example in examples if example.case.state == "none"]
     assert {*verdicts(mutant, without[:4])} <= {Verdict.HOLDS, Verdict.BLIND}
+
+
+def test_padding_at_the_end_of_rows_is_only_where_the_domain_says_so() -> None:
+    ends = [example for example in drawn(padded_layers.PaddedEnds.domain, 32) if example.variant == "end"]
+    assert {example.variant for example in drawn(LayerDomain(), 32)} == {None}
+    assert [example.variant for example in LAW.always(domain_in_a_check("tests/padded_layers.py:PaddedEnds"))].count("end") == 1
+    outcome = execute(Run(LAW.name, "zoo/Layered", ends[0]))
+    assert (outcome.verdict, outcome.reason) == (Verdict.UNSUPPORTED, "padding at the end of rows")
+
+
+@pytest.mark.parametrize("kind", [padded_layers.PaddedEnds, padded_layers.PadsGoOn, padded_layers.PadsAtTheStart])
+def test_padding_at_the_end_shows_wrong_layers_and_leaves_the_right_one(kind: type[Adapter]) -> None:
+    (firm,) = (one for one in LAW.always(domain_in_a_check("tests/padded_layers.py:PaddedEnds")) if one.variant == "end")
+    assert firm.case.cached
+    expected = Verdict.HOLDS if kind is padded_layers.PaddedEnds else Verdict.BROKEN
+    assert verdicts(kind, [firm]) == [expected]
+    others = [example for example in drawn(kind.domain, 16) if example.variant is None]
+    assert {*verdicts(kind, others)} <= {Verdict.HOLDS, Verdict.BLIND}
+
+
+@pytest.mark.slow_after_first
+def test_a_right_layer_with_padding_at_the_end_holds() -> None:
+    ends = [example for example in drawn(padded_layers.PaddedEnds.domain, 24) if example.variant == "end"]
+    assert {*verdicts(padded_layers.PaddedEnds, ends)} == {Verdict.HOLDS}

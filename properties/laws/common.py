@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, no_padding
 from oracles.tolerance.bound import Bound
 from properties.laws.law import (
     CALLS,
@@ -121,13 +121,17 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit."""
+    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit.
+
+    With `end`, rows do not begin but end with padding, so states are those behind the last token before it.
+    """
     case = example.case
-    pads = case.pads()
+    side = "right" if example.variant == "end" else "left"
+    pads = tuple(-pad for pad in case.pads()) if side == "right" else case.pads()
     if not any(pads):
         raise Blind("no row has padding")
     inputs, cotangents = bench.call(case)
-    spec, real = case.spec, torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
+    spec, real = case.spec, no_padding(pads, case.lengths[0])
     names = present(spec, inputs, "B", "T")
 
     def of_tokens(name: str) -> bool:
@@ -140,7 +144,7 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
         """Return x with `other` in the padding."""
         return torch.where(spread(real, x, 0), x, other) if of_tokens(name) else x
 
-    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
+    ends = torch.tensor([0, *(case.lengths[0] - abs(pad) for pad in pads)]).cumsum(0)
     alone = inputs.replaced(**{name: tokens(name, inputs[name]) for name in names}, cu_seqlens=ends)
     part = None if cotangents is None else {name: tokens(name, x) for name, x in cotangents.items()}
     bounds = bench.bounds(alone, part)
@@ -149,8 +153,8 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     changed = padded.replaced(**{name: only(name, inputs[name], others[name]) for name in names})
     once, twice = bench.run(padded, turned), bench.run(changed, turned)
     for name, got in once.items():
-        yield Pair(name, "with left padding", tokens(name, got), bounds[name])
-        yield Pair(name, "with other left padding", tokens(name, twice[name]), tokens(name, got))
+        yield Pair(name, f"with {side} padding", tokens(name, got), bounds[name])
+        yield Pair(name, f"with other {side} padding", tokens(name, twice[name]), tokens(name, got))
 
 
 def far_padding(domain: Any, cases: Callable[..., st.SearchStrategy[Any]]) -> list[Example]:

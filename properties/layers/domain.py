@@ -62,6 +62,8 @@ class LayerDomain(AnyDomain):
     """Whether gradients flow through the states."""
     attention_mask: bool = True
     """Whether a mask can exclude padding at the start of a batch's rows."""
+    right_padding: bool = False
+    """Whether such a mask can exclude padding at the end of rows too. Final states are those of the last token before it."""
     padded_states: bool = False
     """Whether a call with such a mask may have initial states, which go on with the first token that is no padding."""
     views: bool | tuple[str, ...] = True

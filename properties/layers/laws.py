@@ -23,6 +23,7 @@ from properties.laws.law import (
     bounds_as,
     either,
     examples_of,
+    firm_examples,
     in_two_parts,
     pairs_of,
     visible,
@@ -136,14 +137,24 @@ def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
 
 
 def _beside_states(domain: LayerDomain, example: Example) -> str | None:
-    """Return why a domain does not have padding in an example, or None: few layers take it beside an initial state."""
+    """Return why a domain does not have padding in an example, or None: few layers take it beside states, or behind tokens."""
+    if example.variant == "end" and not domain.right_padding:
+        return "padding at the end of rows"
     return "padding beside an initial state" if example.case.state != "none" and not domain.padded_states else None
 
 
 def _padded(domain: LayerDomain) -> st.SearchStrategy[Example]:
     states: dict[str, Any] = {} if domain.padded_states else {"state": "none"}
-    cases = layer_cases(domain, packed=False, longest=33, total=80, **states)
-    return examples_of(cases.filter(lambda case: any(case.pads())))
+    cases = layer_cases(domain, packed=False, longest=33, total=80, **states).filter(lambda case: any(case.pads()))
+    return either([examples_of(cases)] + [examples_of(cases, None, ("end",))] * domain.right_padding)
+
+
+def _padded_ends(domain: LayerDomain) -> list[Example]:
+    """Return an example of padding at the end of rows with final states, if the domain has both."""
+    if not domain.right_padding:
+        return []
+    drawn = layer_cases(domain, packed=False, sequences=(2, 3), longest=12, state="none", cached=domain.caches)
+    return firm_examples(domain, examples_of(drawn.filter(lambda case: any(case.pads())), None, ("end",)))
 
 
 def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
@@ -200,13 +211,15 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "left_padding",
             "truth",
-            "padding at the start of rows, which the attention mask leaves out, changes nothing",
+            "padding at the start of rows, and at the end if right_padding=True, that the mask leaves out changes nothing",
             _padded,
             common_laws.left_padding,
             common_laws.first_of(_promises("attention_mask"), _promises("batched")),
+            variants=("end",),
+            plain=True,
             lacks=_padded_lacks,
             outside=_beside_states,
-            always=lambda domain: common_laws.far_padding(domain, layer_cases),
+            always=lambda domain: [*common_laws.far_padding(domain, layer_cases), *_padded_ends(domain)],
         ),
         Law(
             "cache",

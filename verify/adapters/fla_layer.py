@@ -39,6 +39,7 @@ class Layer(Adapter):
     omits = left_out(IN_FLA, "mode", "use_gate", "use_short_conv", "output_attentions")
     domain = LayerDomain(
         nothing=False,
+        right_padding=True,
         refills=False,
         gatings=("silu", "sigmoid"),
         parameter_dtypes=("fp32", "input"),
@@ -90,6 +91,7 @@ class LayerRecurrent(Layer):
     domain = LayerDomain(
         backward=False,
         refills=False,
+        right_padding=True,
         gatings=("silu", "sigmoid"),
         parameter_dtypes=("fp32", "input"),
         options=(("mode", ("chunk", "fused_recurrent")), *MASK, *SWISH),
@@ -110,7 +112,7 @@ class KdaLayer(Layer):
     api = "fla.layers:KimiDeltaAttention"
     source = "fla.layers.kda"
     omits = left_out(IN_FLA, "mode", "use_short_conv", "safe_gate", "lower_bound", "output_attentions")
-    domain = LayerDomain("kda_layer", nothing=False, refills=False)
+    domain = LayerDomain("kda_layer", nothing=False, refills=False, right_padding=True)
     counterpart: str | None = "fla/kda_layer_recurrent"
 
     def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
@@ -131,7 +133,7 @@ class KdaLayer(Layer):
 class KdaLayerRecurrent(KdaLayer):
     """`KdaLayer` as in serving, without gradients: it computes up to 64 tokens one by one, and more with the chunkwise rule."""
 
-    domain = LayerDomain("kda_layer", backward=False, refills=False)
+    domain = LayerDomain("kda_layer", backward=False, refills=False, right_padding=True)
     counterpart = None
 
     def run(self, x: Inputs) -> Answer:

@@ -1,13 +1,13 @@
-"""The mask of a batch whose rows begin with padding, as layers and convolutions of libraries take it."""
+"""The mask of a batch whose rows begin or end with padding, as layers and convolutions of libraries take it."""
 
 import torch
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, no_padding
 
 
 def padding_mask(x: Inputs, tokens: Tensor) -> Tensor | None:
-    """Return a mask [B, T] for `tokens` [B, T, ...], 0 in the first `x.pads` tokens of each row and else 1.
+    """Return a mask [B, T] for `tokens` [B, T, ...], 0 in the padding that `x.pads` says of each row and else 1.
 
     Without pads the mask has ones alone if the call has the option `mask` with the value `ones`, and is None otherwise.
     """
@@ -15,5 +15,4 @@ def padding_mask(x: Inputs, tokens: Tensor) -> Tensor | None:
     if pads is None:
         ones = x.get("options", {}).get("mask") == "ones"
         return torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device) if ones else None
-    start = torch.tensor(pads, device=tokens.device).unsqueeze(-1)
-    return (torch.arange(tokens.shape[1], device=tokens.device) >= start).long()
+    return no_padding(pads, tokens.shape[1], tokens.device).long()

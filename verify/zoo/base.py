@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, no_padding
 from properties.layers.domain import LayerDomain
 from properties.pools.domain import PoolDomain
 from properties.rules.domain import Domain
@@ -243,7 +243,7 @@ class Layered(Right, Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if x.pads is None:
             return self.unpadded(x)
-        real = torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)
+        real = no_padding(x.pads, x.hidden.shape[1])
         ends = torch.tensor([0, *real.sum(-1).tolist()]).cumsum(0)
         y, state, conv_state = self.unpadded(x.replaced(hidden=x.hidden[real].unsqueeze(0), cu_seqlens=ends, pads=None))
         return torch.zeros_like(x.hidden).masked_scatter(real.unsqueeze(-1), y), state, conv_state
