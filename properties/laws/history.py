@@ -320,8 +320,9 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
 
     def serving(domain: Any) -> list[Example]:
-        # Small values, with the norm, show an eps of an earlier call.
-        small = cases(domain, packed=not domain.batched, longest=domain.length_step, values="small")
+        regimes = getattr(domain, "values", domain.CASE.WORDS["values"].choices)
+        values = {"values": "small"} if "small" in regimes else {}  # with the norm, they show an eps of an earlier call
+        small = cases(domain, packed=not domain.batched, longest=domain.length_step, **values)
         step = small.filter(lambda case: case.tokens > 0).map(lambda case: complete(case, domain, ("qk_norm",)))
         found = firm_with_states(domain, step, "inference")
         return found + [Example(other, None, "inference") for one in found for other in settings_of(one.case, domain)]

@@ -3,9 +3,12 @@
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from properties.laws.law import Results
 from verify.gpu import device as devices
@@ -13,17 +16,25 @@ from verify.process.stacks import Mark, marked
 
 TIMES = 3  # how often calls run at the same time
 HOLD_MS = 50.0  # for which a GPU waits, so that calls on several streams are launched before the first one runs
+PAUSE_S = 1e-6  # after an operation, in which another thread has its next one
 Turns = Sequence[Sequence[Callable[[], Results]]]  # for each call, the functions that make it
 
 
 @marked(Mark.IMPLEMENTATION)
 def in_threads(turns: Turns) -> list[tuple[int, Results]]:
-    """Run the turns of every call in a thread of its own. Returns the number of the call and the results of each turn."""
+    """Run the turns of every call in a thread of its own. Returns the number of the call and the results of each turn.
+
+    In all turns but the first, operations of the threads take turns. Without that, most calls here end before Python lets another
+    thread run.
+    """
     start = threading.Barrier(len(turns))
 
     def run(number: int) -> list[tuple[int, Results]]:
         start.wait()
-        return [(number, call()) for call in turns[number]]
+        first, *later = turns[number]
+        results = [(number, first())]
+        with Yielding():
+            return results + [(number, call()) for call in later]
 
     with concurrent.futures.ThreadPoolExecutor(len(turns)) as pool:
         return [result for results in pool.map(run, range(len(turns))) for result in results]
@@ -53,6 +64,24 @@ def on_streams(turns: Turns, device: str) -> list[tuple[int, Results]]:
         for stream in streams:
             current.wait_stream(stream)
     return results
+
+
+class Yielding(TorchDispatchMode):
+    """A context in which a thread lets the others run after each operation of torch that is no view."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in FailingOperation."""
+        return False
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and pause."""
+        result = function(*args, **(kwargs or {}))
+        if not getattr(function, "is_view", False):
+            time.sleep(PAUSE_S)
+        return result
 
 
 @functools.cache
