@@ -67,6 +67,7 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     ways.SquaresOfTheLastEvaluation: ("history", "gradients"),
     ways.DecodesInTurn: ("history", "inference"),
     ways.EpsOfTheFirstDecode: ("history", "inference"),
+    ways.SumsOfAllThreads: ("history", "threads"),
     ways.TilesInTurn: ("absent", "final_state"),
     wrong.TokensOfTheLastForward: ("earlier", "in_flight"),
     wrong.NothingWithoutTokens: ("accumulated", "frozen"),

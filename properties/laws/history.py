@@ -317,6 +317,9 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
         steps = [*firm_examples(domain, *others), *serving(domain)]
+        if domain.threads and domain.drawing.quick:  # where operations of two threads take turns
+            alone = cases(domain, values="ordinary", beta="ordinary", backward=False).filter(lambda case: case.tokens > 0)
+            steps += firm_examples(domain, examples_of(alone, None, ("threads",)))
         return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
 
     def serving(domain: Any) -> list[Example]:

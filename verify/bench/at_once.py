@@ -1,9 +1,9 @@
 """Calls at the same time: each in a thread of its own, or on a CUDA stream of its own."""
 
 import concurrent.futures
+import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from verify.process.stacks import Mark, marked
 
 TIMES = 3  # how often calls run at the same time
 HOLD_MS = 50.0  # for which a GPU waits, so that calls on several streams are launched before the first one runs
-PAUSE_S = 1e-6  # after an operation, in which another thread has its next one
+STALL_S = 0.1  # after which a thread no longer waits for another one, which may wait for a lock
 Turns = Sequence[Sequence[Callable[[], Results]]]  # for each call, the functions that make it
 
 
@@ -24,17 +24,20 @@ Turns = Sequence[Sequence[Callable[[], Results]]]  # for each call, the function
 def in_threads(turns: Turns) -> list[tuple[int, Results]]:
     """Run the turns of every call in a thread of its own. Returns the number of the call and the results of each turn.
 
-    In all turns but the first, operations of the threads take turns. Without that, most calls here end before Python lets another
-    thread run.
+    In all turns but the first, the threads begin each operation together. Without that, most calls here end before Python lets
+    another thread run.
     """
     start = threading.Barrier(len(turns))
+    steps = [threading.Barrier(len(turns)) for _ in turns[0][1:]]
 
     def run(number: int) -> list[tuple[int, Results]]:
         start.wait()
         first, *later = turns[number]
         results = [(number, first())]
-        with Yielding():
-            return results + [(number, call()) for call in later]
+        for call, step in zip(later, steps, strict=True):
+            with Lockstep(step):
+                results.append((number, call()))
+        return results
 
     with concurrent.futures.ThreadPoolExecutor(len(turns)) as pool:
         return [result for results in pool.map(run, range(len(turns))) for result in results]
@@ -66,8 +69,19 @@ def on_streams(turns: Turns, device: str) -> list[tuple[int, Results]]:
     return results
 
 
-class Yielding(TorchDispatchMode):
-    """A context in which a thread lets the others run after each operation of torch that is no view."""
+class Lockstep(TorchDispatchMode):
+    """A context in which a thread begins each operation of torch that is no view when the others begin their next one.
+
+    Once a thread leaves its context, or waits for another one, all go on alone.
+    """
+
+    def __init__(self, step: threading.Barrier) -> None:
+        super().__init__()
+        self.step = step
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.step.abort()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,11 +91,11 @@ class Yielding(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and pause."""
-        result = function(*args, **(kwargs or {}))
-        if not getattr(function, "is_view", False):
-            time.sleep(PAUSE_S)
-        return result
+        """Wait for the others, and run the operation."""
+        if not (self.step.broken or getattr(function, "is_view", False)):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.step.wait(STALL_S)
+        return function(*args, **(kwargs or {}))
 
 
 @functools.cache
