@@ -318,8 +318,9 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
         steps = [*firm_examples(domain, *others), *serving(domain)]
         if domain.threads and domain.drawing.quick:  # where operations of two threads take turns
-            alone = cases(domain, values="ordinary", beta="ordinary", backward=False).filter(lambda case: case.tokens > 0)
-            steps += firm_examples(domain, examples_of(alone, None, ("threads",)))
+            alone = cases(domain, values="ordinary", backward=False)
+            visible = alone.filter(lambda case: case.tokens > 0 and getattr(case, "beta", None) != "zero")
+            steps += firm_examples(domain, examples_of(visible, None, ("threads",)))
         return [*found, *again, *steps, *first(domain), *behind(domain), *begins(domain)]
 
     def serving(domain: Any) -> list[Example]:
