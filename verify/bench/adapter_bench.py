@@ -402,6 +402,6 @@ class AdapterBench(Calling):
         ]
         shared = any(shares_a_slot(inputs) for inputs, _ in calls)
         with self.watched(devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared)):
-            results = on_streams(turns, self.device) if streams else in_threads(turns)
+            results = on_streams(turns, self.device) if streams else in_threads(turns, self.device)
             devices.settle(self.device)
         yield from results

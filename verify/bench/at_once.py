@@ -21,11 +21,11 @@ Turns = Sequence[Sequence[Callable[[], Results]]]  # for each call, the function
 
 
 @marked(Mark.IMPLEMENTATION)
-def in_threads(turns: Turns) -> list[tuple[int, Results]]:
+def in_threads(turns: Turns, device: str) -> list[tuple[int, Results]]:
     """Run the turns of every call in a thread of its own. Returns the number of the call and the results of each turn.
 
-    In all turns but the first, the threads begin each operation together. Without that, most calls here end before Python lets
-    another thread run.
+    On a CPU, in all turns but the first, the threads begin each operation together. Without that, most calls here end before
+    Python lets another thread run.
     """
     start = threading.Barrier(len(turns))
     steps = [threading.Barrier(len(turns)) for _ in turns[0][1:]]
@@ -35,7 +35,7 @@ def in_threads(turns: Turns) -> list[tuple[int, Results]]:
         first, *later = turns[number]
         results = [(number, first())]
         for call, step in zip(later, steps, strict=True):
-            with Lockstep(step):
+            with Lockstep(step) if device == "cpu" else contextlib.nullcontext():
                 results.append((number, call()))
         return results
 
