@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oracles.arithmetic.rounding import Arithmetic, summed
+from oracles.arithmetic.rounding import TF32_BITS, Arithmetic, summed
 from oracles.rule.decay import decays, halves, sizes, squares
 
 
@@ -108,6 +108,11 @@ def decayed_scores_back(
         dx = (of_x.flatten(-3, -2) @ k).unflatten(-2, (2, -1))
         dk = of_k.mT @ pair
         dtotal = (off.sum(-1) - off.sum(-2)).unsqueeze(-1)
+        if arithmetic.product <= TF32_BITS:
+            # As operands of dx and dk, k and x lose bits that they have in x.dx - k.dk. So its terms do not cancel.
+            dx = of_x @ arithmetic.stacked(keys, _named("k in dx"), bits)
+            dk = of_k.mT @ arithmetic.stacked(pair, _named("x in dk"), bits)
+            dtotal = dtotal + (pair * (dx - ds @ keys) - keys * (dk - ds.mT @ pair)).sum(-1, keepdim=True)
     else:
         dp, total = arithmetic.stacked(cotangents, _named("dP")), total.unsqueeze(-3)
         diagonal = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
