@@ -110,6 +110,50 @@ class Tf32(Chunkwise):
         return torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False)
 
 
+class Tf32Gates(Tf32):
+    """dG of the scores is q dq - k dk, as kernels compute it: with q and k as they are, where dq and dk are TF32 products."""
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        total = self.cumulative(g)
+        decays, last = self.decays(total), self.last(total)
+        grown, left = total.exp().unsqueeze(-1), (last - total).exp().unsqueeze(-1)
+        solved = self.solve(self.corrections(k, beta, decays), k)
+        fresh = self.dot(solved, beta.unsqueeze(-1) * (v - self.dot(grown * k, state)))
+        scores = _Scores.apply(q, k, total)
+        o = scale * (self.dot(grown * q, state) + self.dot(scores, fresh))  # type: ignore[arg-type]
+        return o, last.exp().unsqueeze(-1) * state + self.dot((left * k).mT, fresh)
+
+
+class Tf32GatesInside(Tf32Gates):
+    """The same with the gate in the call."""
+
+    domain = Domain(dtypes=("fp32",), in_kernel=("none", "gate"))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.get("a") is None:
+            return super().run(x)
+        raw = x.a if x.dt_bias is None else x.a + x.dt_bias
+        return super().run(x.replaced(g=-x.A_log.exp() * torch.nn.functional.softplus(raw)))
+
+
+class _Scores(torch.autograd.Function):
+    """sum_c q_ic k_jc exp(G_i - G_j) at and below the diagonal, else 0."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+        decays = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+        ctx.save_for_backward(q, k, decays)
+        return (_Truncated.apply(q) @ _Truncated.apply(k).mT) * decays
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, decays = ctx.saved_tensors
+        d = _Truncated.apply(cotangents[0] * decays)
+        dq, dk = d @ _Truncated.apply(k), d.mT @ _Truncated.apply(q)
+        return dq, dk, (q * dq).sum(-1) - (k * dk).sum(-1)
+
+
 class Tf32Inverse(Chunkwise):
     """Half precision whose I + A is inverted in float32 by blocks of 16 tokens, merged by products in TF32, as on GPUs."""
 

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from oracles.arithmetic import rounding
-from oracles.rule import in_chunks
+from oracles.rule import in_chunks, scores
 from oracles.tolerance import bound
 from properties.rules.case import Case
 from tests import right
+from verify.execution.execute import execute
+from verify.execution.line import Run
+from verify.process.outcome import Verdict
 
 # Keys and values of one sign, and a state that grows for long: what is cut off adds up over all tokens.
 GROWING = Case((1024,), key_dim=64, value_dim=32, values="one_signed", qk_norm=True, backward=False, seed=3)
@@ -149,3 +152,15 @@ def test_merges_of_operands_that_lose_five_bits_more_are_over_the_tolerance(monk
     """12 times what is expected is allowed (oracles/tolerance/bound.py)."""
     monkeypatch.setattr(right, "_Truncated", truncating(5))
     assert beyond(1.0, 1 / 64).max() > 12
+
+
+@pytest.mark.slow
+def test_dg_errs_to_one_side_where_tokens_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in chunk_bwd_kernel_dqkwg of flash-linear-attention: q dq - k dk has whole q and k, and dq and dk have TF32 operands."""
+    words = "heads=2 value_heads=2 key_dim=32 value_dim=64 gate=mixed beta=two values=small state=random in_kernel=gate seed=60523"
+    run = Run.parse(f"law=strides variant=expanded adapter=tests/right.py:Tf32GatesInside products=tf32 lengths=9106 {words}")
+    outcome = execute(run)
+    assert (outcome.verdict, outcome.ratios["dA_log"] < 0.2) == (Verdict.HOLDS, True)
+    monkeypatch.setattr(scores, "TF32_BITS", 0)
+    monkeypatch.setattr(bound, "CLEAR", 2.0)  # more runs would take 20 s, and find the same
+    assert {finding.port for finding in execute(run).findings} == {"dA_log", "ddt_bias"}
