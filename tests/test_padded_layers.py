@@ -68,6 +68,7 @@ def test_padding_at_the_end_shows_wrong_layers_and_leaves_the_right_one(kind: ty
     expected = Verdict.HOLDS if kind is padded_layers.PaddedEnds else Verdict.BROKEN
     assert verdicts(kind, [firm]) == [expected]
     others = [example for example in drawn(kind.domain, 16) if example.variant is None]
+    assert others
     assert {*verdicts(kind, others)} <= {Verdict.HOLDS, Verdict.BLIND}
 
 

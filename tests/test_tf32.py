@@ -162,5 +162,5 @@ def test_dg_errs_to_one_side_where_tokens_are_equal(monkeypatch: pytest.MonkeyPa
     outcome = execute(run)
     assert (outcome.verdict, outcome.ratios["dA_log"] < 0.2) == (Verdict.HOLDS, True)
     monkeypatch.setattr(scores, "TF32_BITS", 0)
-    monkeypatch.setattr(bound, "CLEAR", 2.0)  # more runs would take 20 s, and find the same
+    monkeypatch.setattr(bound, "CLEAR", 2.0)  # more runs take longer, and find the same
     assert {finding.port for finding in execute(run).findings} == {"dA_log", "ddt_bias"}

@@ -14,12 +14,14 @@ from properties.pools.domain import PoolDomain
 from properties.rules.case import Case
 from properties.rules.domain import Domain
 from properties.words.example import Example
+from properties.words.sizes import TILES
 from tests import wrong_ranks
 from tests import wrong_uses as wrong
 from tests import wrong_ways as ways
 from tests.drawn import domain_in_a_check, in_a_check, spec_of
 from tests.together import for_each
 from verify.engine.check import Check
+from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES
 from verify.engine.state import Settings
 from verify.execution.execute import execute
@@ -133,6 +135,12 @@ def test_no_other_law_or_variant_shows_it(kind: type) -> None:
             for example in [example for example in others if example.variant == variant][:FEW]:
                 if outcome_of(kind, law.name, example).verdict is Verdict.BROKEN:  # its base fails without tokens
                     assert execute(Run(law.name, right, example)).verdict is Verdict.BROKEN, (law.name, example)
+
+
+def test_a_gpu_draws_sequences_whose_states_nobody_asks_for() -> None:
+    drawn: list[Example] = []
+    seeded(book_of(Domain()).laws["absent"].on_gpu().draw(Domain()), 0, 64, drawn.append)
+    assert {one.variant for one in drawn if len(one.case.lengths) == TILES and one.case.state == "none"} == {"final_state"}
 
 
 @pytest.mark.slow
