@@ -45,7 +45,7 @@ from verify.process.outcome import Outcome, Verdict
 
 RUN = Run.parse("law=oracle adapter=fla/chunk lengths=3")
 COARSER = RIGHT.replace("return", "return (1 + 2**-22) *")  # other bits, and twice the error
-UNSTEADY = RIGHT.replace("return", "return (1 + 2**-22 * torch.rand(())) *")
+UNSTEADY = "CALLS = __import__('itertools').count()\n" + RIGHT.replace("return", "return (1 + next(CALLS) % 2 * 2**-22) *")
 RENAMED = "def gate(x, A, shift=0.0, chunk=64):\n    return -A.exp() * torch.nn.functional.softplus(x + shift)\n"
 FEW = ("--law", "oracle", "--profile", "least")
 
