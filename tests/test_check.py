@@ -317,6 +317,13 @@ def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path_
         assert "\n" not in str(error.value), source
 
 
+def test_a_slow_import_is_told_which_option_waits_longer(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import time\n\ntime.sleep(60)\n")
+    with Worker(2.0) as worker, pytest.raises(AdapterError, match=r"importing it hung: no answer within 2 s, .*--deadline"):
+        describe(f"{file}:Kernel", worker)
+
+
 def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:
     for spec in ("zoo/Exits", RIGHT):
         run = Run("recall", spec, Example(Case((25,), gate="forever", beta="one", values="one_hot", backward=False)))

@@ -126,7 +126,8 @@ def describe(spec: str, worker: Answering, *, runs: bool = True) -> Described:
     except WorkerLost as lost:
         if lost.how == "failed to start":
             raise AdapterError(f"the ranks failed to start: {lost.detail}") from None
-        raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
+        more = "; a larger --deadline waits longer" if lost.how == "hung" else ""
+        raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}{more}") from None
     if isinstance(description, Failure):
         raise AdapterError(description.error)
     domain = book_named(description.book).domain.from_json(description.domain)
