@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-pytest_plugins = ["pytester"]  # a suite within the suite: tests/test_pytest_plugin.py
+pytest_plugins = ["pytester"]  # a suite within the suite: tests/verbs/test_pytest_plugin.py
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("suite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background ignores Ctrl-C, and what it starts would too

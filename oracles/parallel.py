@@ -14,9 +14,9 @@ Under context parallelism (CP) the ranks share the tokens of x [T, ..., F]; unde
     CP = shard(x, zigzag(lengths, cp))      HP = shard(x, head_parallel(sections, cp), axis=-1)
 
 Computed from the global x, these two are the definition of CP -> HP and HP -> CP. Ranks do not have the global x. They convert one
-into the other with an all-to-all for each sequence, or with one fused all-to-all. tests/test_parallel.py shows that both forms
-equal the definition bit for bit, forward and backward. The layouts are those of Megatron-LM (THD: zigzag; SBHD: zigzag_batch) and
-of flash-linear-attention (zigzag_batch, contiguous).
+into the other with an all-to-all for each sequence, or with one fused all-to-all. tests/formulas/test_parallel.py shows that both
+forms equal the definition bit for bit, forward and backward. The layouts are those of Megatron-LM (THD: zigzag; SBHD:
+zigzag_batch) and of flash-linear-attention (zigzag_batch, contiguous).
 """
 
 import dataclasses

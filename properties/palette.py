@@ -2,7 +2,7 @@
 
 On a GPU, a case with a new compile key costs seconds (6 to 30 for a chunked rule, forward and backward); a case with a compiled key
 costs 5 ms. The class of a case lists in KEYS the words on which a compiled kernel depends. They follow Triton's rules, which
-tests/test_palette.py compares with Triton:
+tests/checks/test_palette.py compares with Triton:
 
 - A `tl.constexpr` argument is in the key: heads, widths, flags, whether a tensor is given, and in some kernels the number of rows
   of a batch: those of flash-linear-attention that sum gates or make the gradients of q, k and g. Packed input has one row.

@@ -1,4 +1,4 @@
-"""L2 norms and a decode that compute offsets in 64 bits or in 32. tests/test_far_views.py runs them."""
+"""L2 norms and a decode that compute offsets in 64 bits or in 32. tests/laws/test_far_views.py runs them."""
 
 from typing import Any
 

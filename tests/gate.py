@@ -54,7 +54,13 @@ LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in
 DEADLINE_S = 240.0  # of a step
 # The files with tests marked gpu.
 GPU_TESTS = tuple(
-    f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "rounding_bounds", "sanitizer", "serving_claims")
+    f"tests/{folder}/test_{name}.py"
+    for folder, names in {
+        "formulas": ("rule_case", "rounding", "rounding_bounds"),
+        "gpus": ("gpu", "sanitizer"),
+        "libraries": ("serving_claims",),
+    }.items()
+    for name in names
 )
 DISTRIBUTED_STEPS = ("chunk_cp", "kda_cp", "conv_cp", "rates", "exact", "torchrun", "layer")
 RATES = {"exchange": ("layout cases a second", LAYOUTS), "parallel": ("layer cases a second", LAYERS)}  # by law
@@ -296,7 +302,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
                 every,
                 (
                     Step("exact", "exact laws over NCCL", verify("check", "gdn/layer", *ranks, "--profile", "ci", *exact), check),
-                    Step("ranks", "tests on all GPUs", pytest("-k", "nccl", "tests/test_gpu.py"), tests),
+                    Step("ranks", "tests on all GPUs", pytest("-k", "nccl", "tests/gpus/test_gpu.py"), tests),
                     path("conv_cp", "few"),
                 ),
             ),

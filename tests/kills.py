@@ -163,8 +163,8 @@ def small_ones(fits: Callable[[Any], bool]) -> Iterator[None]:
 def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
     """The report of the law in the default profile: broken, its case small, and both of its lines kept.
 
-    `spec` is an adapter, or the name of one in the zoo. Where the case is not shrunk, no case is large (tests/test_sizes.py is
-    about those), and those that take long come last.
+    `spec` is an adapter, or the name of one in the zoo. Where the case is not shrunk, no case is large
+    (tests/checks/test_sizes.py is about those), and those that take long come last.
 
     Shrinking begins at the first broken case that is drawn. It ends when the case is small enough. What else gets simpler, whether
     larger cases hold, and what an adapter might declare, is tested elsewhere.

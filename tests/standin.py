@@ -7,7 +7,7 @@ A tensor of the device is a `StandIn`. It holds a CPU tensor, `inner`, with its 
 operation on such a tensor to `_run`, below autograd, and `_run` calls the same operation with the inner tensors.
 
 The rules are those of torch 2.11 on an H100: about 1,000 operations were called there with each argument on the CPU in turn.
-tests/test_standin.py has those that matter here, and asserts the same of CUDA where it finds a GPU.
+tests/laws/test_standin.py has those that matter here, and asserts the same of CUDA where it finds a GPU.
 """
 
 import contextlib

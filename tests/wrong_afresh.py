@@ -1,4 +1,4 @@
-"""Callables that weigh tokens by their place, right or with a table that an earlier call spoilt: tests/test_afresh.py says where.
+"""Callables that weigh tokens by their place, right or with a table that an earlier call spoilt, for tests/laws/test_afresh.py.
 
 Calls that come later in the same process are all wrong in the same way, so only a call in a fresh process shows it.
 """

@@ -1,4 +1,7 @@
-"""Implementations that are wrong only just over a limit: tests/test_just_over.py says which case of a check shows each of them."""
+"""Implementations that are wrong only just over a limit.
+
+tests/laws/test_just_over.py says which case of a check shows each of them.
+"""
 
 import itertools
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Modules that are wrong only just over a limit: tests/test_just_over.py says which case of a check shows each of them."""
+"""Modules that are wrong only just over a limit: tests/laws/test_just_over.py says which case of a check shows each of them."""
 
 import dataclasses
 import itertools

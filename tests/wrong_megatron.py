@@ -1,4 +1,4 @@
-"""Wrong layers of Megatron-LM, each with one mistake in what Megatron does around its kernels, for tests/test_path_adapters.py."""
+"""Wrong layers of Megatron-LM for tests/ranks/test_path_adapters.py: each has one mistake around Megatron's kernels."""
 
 import sys
 import unittest.mock

@@ -1,4 +1,4 @@
-"""Implementations that are wrong only in what a check has at a fixed place: tests/test_fixed_places.py says where."""
+"""Implementations that are wrong only in what a check has at a fixed place: tests/laws/test_fixed_places.py says where."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

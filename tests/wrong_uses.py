@@ -1,4 +1,4 @@
-"""Implementations that are wrong in one way in which callers use them, and right ones that come near, for tests/test_uses.py."""
+"""Implementations that are wrong in one way in which callers use them, and right ones that come near: tests/laws/test_uses.py."""
 
 import dataclasses
 import math

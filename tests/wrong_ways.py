@@ -1,6 +1,6 @@
 """Implementations that are wrong in a way of calling them: with other calls between, with other losses, or with frozen inputs.
 
-tests/test_uses.py says which law and variant show each of them.
+tests/laws/test_uses.py says which law and variant show each of them.
 """
 
 import dataclasses

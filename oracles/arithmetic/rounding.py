@@ -34,7 +34,8 @@ BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 # TF32 has 11 bits. A matrix unit may round to them, or cut a number off there, which loses half a unit on average: 2^-11 of a
 # number in [1, 2), and 0.72 of that relative to numbers of all sizes. Both err by no more than rounding to 10 bits does. What is
 # cut off has one sign, however, so that it adds up in sums of terms of one sign. In one run of CUTTING, operands are smaller
-# by that average, too. In each place it is a third, as an operand passes several places; tests/test_tf32.py says what this gives.
+# by that average, too. In each place it is a third, as an operand passes several places; tests/laws/test_tf32.py says what this
+# gives.
 TF32_BITS = 10
 # `in_order` has the same runs.
 CUT, CUTTING = 0.72 * 2.0**-11 / 3, 16

@@ -36,7 +36,7 @@ def _words_by_place(
 
 # `Arithmetic._rough` in one launch: on a GPU four launches take four times as long, whatever their size. `low` is what `lowest`
 # returns, and `undo` is 1 if the result is divided by the number it was multiplied by. The result equals that of the separate
-# operations bit for bit (tests/test_rounding.py, on a GPU).
+# operations bit for bit (tests/formulas/test_rounding.py, on a GPU).
 FUSED = """
 template <typename T> T rounded(T x, T by, T low, T undo) {
   T y = x * by;

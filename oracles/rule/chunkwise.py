@@ -16,7 +16,7 @@ of the state after the chunk, the last line runs in reverse,
     dV' = P^T do + L dS        dS <- M^T dS + (scale exp(G) q)^T do - W^T P^T do
 
 and everything else is again computed at once. A segment (oracles/rule/segments.py) is as many chunks as fit into _SEGMENT bytes.
-tests/test_oracles.py shows that all of it equals the definition.
+tests/formulas/test_oracles.py shows that all of it equals the definition.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """The delta rules with the roundings of the two classes of algorithm that kernels use, many runs at once.
 
 `recurrent` and `chunkwise` round where such algorithms round (oracles/arithmetic/rounding.py), forward and in a backward of their
-own. Without rounding, tests/test_oracles.py shows that both equal the definition. tests/test_rounding_recurrence.py shows that the
-runs of `recurrent` spread like runs of the definition that round every element at every step, which would take as many steps as
-there are tokens.
+own. Without rounding, tests/formulas/test_oracles.py shows that both equal the definition.
+tests/formulas/test_rounding_recurrence.py shows that the runs of `recurrent` spread like runs of the definition that round every
+element at every step, which would take as many steps as there are tokens.
 
 At the sizes of a case, the number of calls decides the time. So tensors that round in the same way at two or three places are
 rounded in one call: they are stacked along axis -3, or lie side by side along the last axis.

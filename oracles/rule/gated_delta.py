@@ -18,8 +18,8 @@ with one value channel and the log-decay g_t + gk_t + gv_t of that channel. `for
 A call may have its initial and final states in half precision (`with_states`). The truth is taken at the rounded initial state.
 
 `definition` computes these lines. `forward` computes all heads of all sequences: with oracles/rule/chunkwise.py in exact
-arithmetic, and with oracles/rule/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the
-definition.
+arithmetic, and with oracles/rule/disturbed.py where the arithmetic rounds. tests/formulas/test_oracles.py shows that each equals
+the definition.
 
 A stretch of tokens maps the state before it to the state after it by S -> M S + E (`transition`), and these maps compose (`merge`).
 Ranks that hold contiguous shards of a sequence exchange M and E.

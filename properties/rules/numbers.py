@@ -2,7 +2,7 @@
 
 Every number comes from a counter: splitmix64 of (seed, tensor, position) in wrapping 64-bit integers, scaled by powers of two and
 rounded to the tensor's dtype. There are no library random numbers and no transcendental functions, so CPU and GPU give the same
-bits, today and after an upgrade (tests/test_rule_case.py compares with known numbers).
+bits, today and after an upgrade (tests/formulas/test_rule_case.py compares with known numbers).
 """
 
 import dataclasses

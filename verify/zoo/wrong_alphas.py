@@ -1,6 +1,6 @@
 """Wrong implementations that take the decay alpha in place of its logarithm: rules, and a serving kernel.
 
-tests/test_alpha.py names the laws each of which detects the wrong implementation alone.
+tests/laws/test_alpha.py names the laws each of which detects the wrong implementation alone.
 """
 
 import torch

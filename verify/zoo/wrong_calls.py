@@ -1,6 +1,6 @@
 """Wrong callables, for the laws that need no reference: linear attention with a decay, each with one mistake.
 
-tests/test_calls.py names the law that detects each of them.
+tests/laws/test_calls.py names the law that detects each of them.
 """
 
 import itertools

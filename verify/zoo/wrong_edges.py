@@ -1,6 +1,6 @@
 """Wrong implementations whose mistake shows only at the edges of numbers: large values, and log-decays of -inf.
 
-tests/test_edges.py names the laws that detect them.
+tests/laws/test_edges.py names the laws that detect them.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Wrong rules, paths and engines that are right in a fresh process: what they keep of one call makes a later call wrong.
 
-tests/test_histories.py names the history that detects each of them. Layers, modules and pools that keep too much are beside the
-other wrong layers, modules and pools.
+tests/laws/test_histories.py names the history that detects each of them. Layers, modules and pools that keep too much are beside
+the other wrong layers, modules and pools.
 """
 
 import dataclasses

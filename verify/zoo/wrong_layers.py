@@ -1,6 +1,6 @@
 """Wrong layers: each is the GDN or the KDA layer of verify/zoo/base.py with one wrong step, as in real code.
 
-tests/test_layers.py names the laws each of which detects the wrong layer alone.
+tests/laws/test_layers.py names the laws each of which detects the wrong layer alone.
 """
 
 from typing import ClassVar

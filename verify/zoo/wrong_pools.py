@@ -1,6 +1,6 @@
 """Wrong serving: each is the decode on a pool of verify/zoo/base.py with one wrong step, as in real servers.
 
-tests/test_pools.py names the laws each of which detects the wrong implementation alone.
+tests/laws/test_pools.py names the laws each of which detects the wrong implementation alone.
 """
 
 import dataclasses

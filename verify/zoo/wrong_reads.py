@@ -1,6 +1,6 @@
 """Wrong implementations that read behind an input, and multiply what they read by zero: NaN there becomes NaN in a result.
 
-They look only at contiguous inputs, which they take as they are. tests/test_guards.py names the laws that detect them.
+They look only at contiguous inputs, which they take as they are. tests/checks/test_guards.py names the laws that detect them.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Wrong rules, convolutions and layers that are right in a plain call: they assume how their forward and backward are called.
 
-tests/test_recompute.py names the variant of the law `recompute` that detects each of them, and no other does.
+tests/laws/test_recompute.py names the variant of the law `recompute` that detects each of them, and no other does.
 """
 
 from typing import Any, ClassVar

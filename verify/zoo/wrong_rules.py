@@ -1,6 +1,6 @@
 """Wrong rules: each is the rule of verify/zoo/base.py with one wrong step, as in real kernels.
 
-tests/test_mutants.py names the laws each of which detects the wrong rule alone.
+tests/laws/test_mutants.py names the laws each of which detects the wrong rule alone.
 """
 
 import os

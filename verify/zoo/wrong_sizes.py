@@ -1,6 +1,6 @@
 """Wrong implementations whose mistake shows only if something is large: a sequence, or the number of sequences or heads.
 
-tests/test_sizes.py names the laws that detect them.
+tests/checks/test_sizes.py names the laws that detect them.
 """
 
 import torch

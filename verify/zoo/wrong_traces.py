@@ -1,6 +1,6 @@
 """Wrong serving engines: each is the engine of verify/adapters/gdn/pool.py with one wrong step, as in real servers.
 
-tests/test_wrong_traces.py names the laws each of which detects the wrong engine alone.
+tests/laws/test_wrong_traces.py names the laws each of which detects the wrong engine alone.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""Tests of what runs a check: drawing, workers, judging, shrinking, findings."""

@@ -1,0 +1,1 @@
+"""Tests of the project's own files: its pages, its layout, its results."""

@@ -1,0 +1,1 @@
+"""Tests of the formulas: they need oracles/ and properties/ alone."""

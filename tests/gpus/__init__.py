@@ -1,0 +1,1 @@
+"""Tests of what depends on the device, and of the GPU gate."""

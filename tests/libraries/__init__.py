@@ -1,0 +1,1 @@
+"""Tests of adapters for other libraries, runtimes and languages."""

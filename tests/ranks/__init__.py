@@ -1,0 +1,1 @@
+"""Tests of paths that several ranks share."""

@@ -1,0 +1,1 @@
+"""Tests of the command line, its pages and its pytest plugin."""
