@@ -247,7 +247,7 @@ CALL_LAWS: dict[str, Law] = {
             _strided,
             views.strides,
             views.without_views,
-            variants=VIEWS,
+            variants=(*VIEWS, *views.ORDERS),
             lacks=views.lacks_view,
             outside=views.outside_views,
         ),

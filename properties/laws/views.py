@@ -18,6 +18,7 @@ from properties.laws.law import (
     Bench,
     Law,
     Pair,
+    axes_of,
     conventional,
     examples_of,
     firm_examples,
@@ -28,6 +29,9 @@ from properties.words.domain import INDICES, KINDS, MIXED, takes_view
 from properties.words.example import Example
 
 ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that a kernel may need
+# Tensors [B, T, ...] whose axes lie in another order in memory, by the two axes that change places: as transpose(1, 2) gives them
+# of [B, H, T, D], and transpose(0, 1) of [T, B, ...].
+ORDERS = {"heads_first": (1, 2), "tokens_first": (0, 1)}
 
 
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -52,6 +56,9 @@ def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[
     how = example.variant or ""
     if how in FAR:
         return far(domain, example.case.spec, tensors, how)
+    if how in ORDERS:
+        spec, margin = example.case.spec, example.case.seed % 2
+        return {name: ordered(x, how, margin) if _can_order(axes_of(spec, name), how) else x for name, x in tensors.items()}
     kinds: tuple[str, ...] = ("aligned",) if how == INDICES else (how,)
     if how == MIXED:
         known = domain.views if isinstance(domain.views, tuple) else KINDS
@@ -107,15 +114,49 @@ def near_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
     """
     kinds = tuple(how for how in KINDS if takes_view(domain, how))
     choices = [examples_of(cases(), None, kinds)] * 3 if kinds else []
-    choices += [examples_of(cases(), None, (MIXED,))] if takes_view(domain, MIXED) else []
-    return choices + ([examples_of(cases(packed=True), None, (INDICES,))] if packed and takes_view(domain, INDICES) else [])
+    orders = [_in_order(domain, cases(), tuple(ORDERS))] if takes_near(domain, "tokens_first") else []
+    return choices + _of_several(domain, cases, packed=packed) + orders
+
+
+def _of_several(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[st.SearchStrategy[Example]]:
+    """Return a strategy for each view that differs from tensor to tensor."""
+    several = [examples_of(cases(), None, (MIXED,))] if takes_view(domain, MIXED) else []
+    return several + ([examples_of(cases(packed=True), None, (INDICES,))] if packed and takes_view(domain, INDICES) else [])
+
+
+def _in_order(domain: Any, cases: st.SearchStrategy[Any], orders: tuple[str, ...]) -> st.SearchStrategy[Example]:
+    """Return examples of the domain whose tensors lie in one of these orders."""
+    fits = functools.cache(lambda case: domain.outside(case) is None)
+    return examples_of(cases, None, orders).filter(lambda one: lacks_view(one.case, one.variant) is None and fits(one.case))
+
+
+def _firm_orders(domain: Any, ordinary: Callable[..., st.SearchStrategy[Any]]) -> list[st.SearchStrategy[Example]]:
+    """Return strategies for each order of tensors, dense and with margins, and for single tokens and single heads.
+
+    An axis of one index may have any stride, and torch calls the tensor contiguous. A batch of tokens that comes from tokens first,
+    and a head that comes from heads first, have another one there than an allocator gives.
+    """
+
+    def cases(margin: int, **least: int) -> st.SearchStrategy[Any]:
+        drawn = ordinary().filter(lambda case: max(case.lengths) > 1 and all(getattr(case, n) >= k for n, k in least.items()))
+        return drawn.map(lambda case: dataclasses.replace(case, seed=case.seed // 2 * 2 + margin))
+
+    def single(case: Any) -> Any:
+        return dataclasses.replace(case, lengths=(1, 1), packed=False)
+
+    found = [_in_order(domain, cases(margin), ("tokens_first",)) for margin in (0, 1)]
+    found.append(_in_order(domain, cases(0).map(single), ("tokens_first",)))
+    if hasattr(domain.CASE, "heads"):
+        found += [_in_order(domain, cases(margin, heads=2), ("heads_first",)) for margin in (0, 1)]
+        found.append(_in_order(domain, cases(0).filter(lambda case: case.heads == 1), ("heads_first",)))
+    return found
 
 
 def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[Example]:
     """Return an example of each view of several tensors, whose values are ordinary, for every seed. `packed` as for near_views."""
     ordinary = functools.partial(cases, values="ordinary")
-    near = near_views(domain, ordinary, packed=packed) if domain.views else []
-    firm = near[3 if any(takes_view(domain, how) for how in KINDS) else 0 :]
+    firm = _of_several(domain, ordinary, packed=packed) if domain.views else []
+    firm += _firm_orders(domain, ordinary) if takes_near(domain, "tokens_first") else []
     if takes_view(domain, "sliced"):  # parts of one tensor may be taken as that tensor where they need no gradients of their own
         both = (ordinary(), *([ordinary(backward=False)] if domain.backward else []))
         firm += [examples_of(drawn.map(side_by_side), None, ("sliced",)) for drawn in both]
@@ -137,17 +178,30 @@ def takes_far(domain: Any, how: str) -> bool:
     return takes_view(domain, "strided" if how == "far_heads" else "sliced")
 
 
+def takes_near(domain: Any, how: str) -> bool:
+    """Whether inputs may be views of a kind that are not far; another order of the axes needs strides of any kind."""
+    return takes_view(domain, "strided" if how in ORDERS else how)
+
+
 def outside_views(domain: Any, example: Example) -> str | None:
     """Return why a domain does not take the views of an example, or None."""
     how = example.variant or ""
-    if (takes_far if how in FAR else takes_view)(domain, how):
+    if (takes_far if how in FAR else takes_near)(domain, how):
         return None
     return f"{how} inputs are not among {', '.join(domain.views) if isinstance(domain.views, tuple) else 'those of views=True'}"
 
 
 def lacks_view(case: Any, variant: str | None) -> str | None:
     """Return what a case lacks to have the views of a variant, or None."""
+    if variant in ORDERS:
+        able = any(_can_order(port.axes.split(), variant) for port in case.spec.inputs)
+        return None if able else "an operation that has tensors with tokens and heads"
     return lacks_far(case, variant) if variant != INDICES else has_words(packed="yes")(case, variant)
+
+
+def _can_order(axes: list[str], how: str) -> bool:
+    """Whether a tensor with these axes has those that change places."""
+    return axes[:2] == ["B", "T"] and (how == "tokens_first" or axes[2:3] in (["H"], ["HV"]))
 
 
 def view(x: Tensor, how: str) -> Tensor:
@@ -176,6 +230,19 @@ def view(x: Tensor, how: str) -> Tensor:
         flat[start:] = x.flatten()
         return flat[start:].view(x.shape)
     return banded(x, 2)
+
+
+def ordered(x: Tensor, how: str, margin: int) -> Tensor:
+    """Return x in another order of axes in memory (ORDERS), with `margin` indices of NaN before and behind the inner axis.
+
+    For heads first these are tokens, as in a buffer with room for more of them; for tokens first they are rows of the batch.
+    """
+    outer, inner = ORDERS[how]
+    turned = x.transpose(outer, inner)
+    shape = list(turned.shape)
+    shape[inner] += 2 * margin
+    wide = x.new_full(shape, float("nan"))
+    return wide.narrow(inner, margin, turned.shape[inner]).copy_(turned).transpose(outer, inner)
 
 
 def banded(x: Tensor, width: int) -> Tensor:

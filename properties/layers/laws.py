@@ -243,7 +243,7 @@ LAYER_LAWS: dict[str, Law] = {
             _strided,
             _strides,
             views.without_views,
-            variants=(*VIEWS, *FAR),
+            variants=(*VIEWS, *views.ORDERS, *FAR),
             lacks=views.lacks_view,
             outside=views.outside_views,
         ),

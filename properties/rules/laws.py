@@ -32,7 +32,17 @@ from properties.laws.law import (
     one_initial_state,
 )
 from properties.laws.recompute import recompute_law
-from properties.laws.views import firm_views, lacks_view, near_views, outside_views, pure_law, strides, takes_far, without_views
+from properties.laws.views import (
+    ORDERS,
+    firm_views,
+    lacks_view,
+    near_views,
+    outside_views,
+    pure_law,
+    strides,
+    takes_far,
+    without_views,
+)
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
@@ -407,7 +417,7 @@ LAWS: dict[str, Law] = {
             _strided,
             strides,
             without_views,
-            variants=(*VIEWS, *FAR),
+            variants=(*VIEWS, *ORDERS, *FAR),
             lacks=lacks_view,
             outside=outside_views,
             always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
