@@ -12,7 +12,7 @@ from typing import Any
 from oracles.operation import NAMES
 from properties.laws.law import with_others
 
-LATER = 9  # calls after the first one: an implementation may keep what eight calls of a shape need
+LATER = 33  # calls after the first one: an implementation may keep what 32 calls of a shape need
 # Words of a case that a call has beside its tensors, which differ between calls that are in flight at the same time. On a GPU these
 # are words for which no kernel is compiled.
 SETTINGS_ON_GPU = ("eps", "qk_norm_eps", "allow_neg_eigval")

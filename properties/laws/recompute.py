@@ -4,6 +4,7 @@ A variant is one way. Two of them are about what few kernels support, second der
 error is right too, because the caller then knows.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,9 @@ PACKED = ("between", "offloaded", "checkpoint")  # these always have packed sequ
 # These always have float32. There a derivative along a direction shows more, `x.float()` is the caller's own tensor, and calls of
 # one packing come in `between`.
 PRECISE = ("second", "cleared", "between")
+# These also come without optional inputs. A backward that lacks one of them, or the gradient of an output, may be another one.
+SPARE = ("one_output", "twice", "frozen")
+BARE = {"state": "none", "weight": False, "bias": False, "conv_bias": False, "dt_bias": False, "residual": "returned"}
 UNSORTED = (3, 7, 2)  # lengths of sequences, neither the shortest nor the longest first
 VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
@@ -64,15 +68,15 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     - `checkpoint`, `reentrant`: under torch.utils.checkpoint, which runs the forward again in the backward.
     - `offloaded`: saved tensors are copied to the CPU and back, with their strides and then contiguous.
     - `twice`: the graph is retained, and the backward runs twice, with other cotangents first.
-    - `between`: nine other calls with other numbers and settings come between forward and backward. The backward of the last one
+    - `between`: LATER other calls with other numbers and settings come between forward and backward. The backward of the last one
       begins inside that of the first. That of the last but one comes at the end, and gives what it gives after a plain call too.
     - `cleared`: the caller puts zeros into all inputs, and in another call into all outputs, between forward and backward. Tensors
       that were saved are copies, so only what the implementation keeps in another way can change. An error is right too. Outputs
       are left alone where the domain has keeps_outputs=False.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
-    - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, and then each
-      input is the only one that does.
+    - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, then each
+      input is the only one that does, and then about half of them do, so that any two are frozen together in some call.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error. In float32 each input
       has a direction of its own, unless products are in TF32.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error. vmap maps all tensors along their first axis, and in another
@@ -88,7 +92,7 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from _same(bench, case, variant, inputs, cotangents)
     elif variant == "frozen":
         bounds = bench.bounds(inputs, cotangents)
-        for frozen in separations(present(case.spec, inputs)):
+        for frozen in separations(present(case.spec, inputs), case.seed):
             got = bench.under("frozen", inputs, cotangents, frozen=frozen)
             yield from pairs_of(got, bounds, f"with {', '.join(frozen)} frozen")
     elif variant == "one_output":
@@ -154,11 +158,31 @@ def _strided(bench: Bench, case: Any, inputs: Inputs) -> Inputs:
     return inputs.replaced(**{name: view(inputs[name], how) for name in present(case.spec, inputs, "B", "T")})
 
 
-def separations(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the first name, and for each name all others. So of any two names some group has the first without the second."""
-    if len(names) > 1:
-        yield [*names[:1]]
-        yield from ([other for other in names if other != name] for name in names)
+def separations(names: Sequence[str], seed: int) -> Iterator[list[str]]:
+    """Yield groups of names: the first one, all but one, and about half of them.
+
+    So any two names are in some group together, and each is in one without the other. The halves are the rows of a Hadamard
+    matrix, in which two columns have every pair of signs equally often; the seed decides which columns the names have.
+    """
+    if len(names) < 2:
+        return
+    groups = [[*names[:1]], *([other for other in names if other != name] for name in names)]
+    size = 1 << len(names).bit_length()
+    columns = [1 + place for place in torch.randperm(size - 1, generator=torch.Generator().manual_seed(seed)).tolist()]
+    groups += (
+        [name for name, column in zip(names, columns, strict=False) if (row & column).bit_count() % 2] for row in range(1, size)
+    )
+    yield from (group for number, group in enumerate(groups) if 0 < len(group) < len(names) and group not in groups[:number])
+
+
+def bare(case: Any, domain: Any) -> Any:
+    """Return the case without each optional input that the domain can do without, and with a residual that is returned."""
+    for name, value in BARE.items():
+        if getattr(case, name, value) != value:
+            with contextlib.suppress(ValueError):
+                changed = dataclasses.replace(case, **{name: value})
+                case = case if domain.outside(changed) else changed
+    return case
 
 
 def _second(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) -> Iterator[Pair]:
@@ -304,7 +328,12 @@ def recompute_law(
         # What a backward decays in place shows in the next one only if there are decays, which the delta rule has not.
         decaying = [drawn.filter(lambda case: case.gate != "forever") for drawn in apart if domain.operation != "delta_rule"]
         frozen += firm_examples(domain, *(examples_of(drawn, None, ("twice",)) for drawn in decaying))
-        return [*precise(domain), *frozen, *(unsorted(domain) if domain.packs else [])]
+        return [*precise(domain), *frozen, *spare(domain), *(unsorted(domain) if domain.packs else [])]
+
+    def spare(domain: Any) -> list[Example]:
+        drawn = cases(domain).filter(lambda case: case.backward and case.tokens > 1).map(lambda case: bare(case, domain))
+        able = {variant: drawn.filter(lambda case, variant=variant: lacks(case, variant) is None) for variant in SPARE}
+        return firm_examples(domain, *(examples_of(cases, None, (variant,)) for variant, cases in able.items()))
 
     def precise(domain: Any) -> list[Example]:
         if "fp32" not in domain.dtypes:
@@ -331,5 +360,6 @@ def recompute_law(
         always=firm,
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
-        few=len(VARIANTS) + len(PRECISE) + len(PACKED) + 2 * (explicit is not None),  # each variant, and those that come twice
+        # each variant, and those that come twice
+        few=len(VARIANTS) + len(PRECISE) + len(SPARE) + len(PACKED) + 2 * (explicit is not None),
     )

@@ -1,6 +1,7 @@
 """What a check has for every seed: ways to call, limits, and moves of a request that come twice."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -170,10 +171,14 @@ def test_a_call_is_cut_behind_the_last_position_that_bf16_has() -> None:
 @for_each("count", [1, 2, 3, 4, 5, 8, 11])
 def test_each_of_two_inputs_is_once_frozen_without_the_other(count: int) -> None:
     names = [chr(ord("a") + number) for number in range(count)]
-    groups = list(separations(names))
-    for one in names:
-        for two in names:
-            assert one == two or any(one in group and two not in group for group in groups), (one, two)
+    for seed in range(5):
+        groups = list(separations(names, seed))
+        assert all(0 < len(group) < count for group in groups)
+        for one, two in itertools.permutations(names, 2):
+            assert any(one in group and two not in group for group in groups), (seed, one, two)
+            assert count < 3 or any({one, two} <= {*group} for group in groups), (seed, one, two)
+        halves = [group for group in groups if 1 < len(group) < count - 1]
+        assert count < 8 or len(halves) > count, "of each pair, both are needed in some call where about half are frozen"
 
 
 def test_traces_at_limits_follow_the_domain() -> None:
