@@ -23,6 +23,7 @@ from properties.words.word import flag, some_of
 ORDINARY = 32  # a case with wider keys takes several times as long
 ONE_SIGNED = 10  # one case in so many has hidden states of one sign
 MANY_HEADS, MANY_SEQUENCES = 257, 259  # just over 8 bits; bf16 has not every number of the last sequences
+DECODE_HEADS = 17  # of a batch of single tokens: just over 16
 LONG, MANY_ROWS = 2048, 1100  # the most tokens and rows just over a number that the source names: 1,100 rows take 1.8 s
 WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
@@ -124,8 +125,9 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
     These are over 256 heads, if possible with 17 value heads for each key head; over 256 sequences in bf16, packed and as a batch;
-    packed ones whose first and last length are the mean of all; one token, and three, between sequences of no tokens; and sizes
-    just over the numbers that the source names. There are none if the check draws no long cases, and on a GPU.
+    packed ones whose first and last length are the mean of all; one token, and three, between sequences of no tokens; two rows of
+    one token with 17 heads; and sizes just over the numbers that the source names. There are none if the check draws no long
+    cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -160,6 +162,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         case(*many, packed=False, dtype=coarse),
         case(*MEAN, packed=True),
         *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
+        case(1, 1, heads=DECODE_HEADS),
     ]
     for number in named(domain):
         cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []

@@ -57,6 +57,9 @@ ODD_STARTS = (4098, 5, 6, 61_500, 7, 8)  # of a convolution: the last of these b
 LONG_STREAM = 2**19 + 15  # tokens of a convolution whose numbers are whole: over 65,535 tiles of 8 tokens
 OVER_TILES = (193, 385, 641, 769, 1025)  # tokens: the last tile of 32, 64, 96, 128, 160, 192, 256, 320, 384 or 512 has one of them
 UNEVEN = (515, 8195)  # channels of norms and of KDA's gates: just over usual blocks, and no multiples of 4
+# Two sizes that are large at the same time: tokens, with heads or with channels of a norm; and for a convolution tokens in packed
+# sequences that begin inside tiles of 64, with channels.
+TOKENS, HEADS_OF_TOKENS, CHANNELS_OF_TOKENS, STARTS_IN_TILES = 130, 65, 257, (30, 98, 5)
 PARAMETER_ROWS = 5  # heads of a gate of 8,195 channels: its parameter has over 32,768 numbers
 ONE_SIGNED = 10  # one case in so many has values of one sign
 
@@ -222,9 +225,9 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     between sequences of no tokens, and over 12,288 channels, or as many as it takes; in plain torch also sequences of one token
     over multiples of 64 to 1,024. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no
     multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the
-    domain has that, and a norm's have sums of squares over the range of fp16 too. Gradients of parameters in 16 bits are sums over
-    65,535 tokens. Further cases are just over the numbers that the source names. There are none if the check draws no long cases,
-    or if kernels are compiled.
+    domain has that, and a norm's have sums of squares over the range of fp16 too. Over 128 tokens come with over 64 heads, and with
+    over 256 channels. Gradients of parameters in 16 bits are sums over 65,535 tokens. Further cases are just over the numbers that
+    the source names. There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -244,6 +247,11 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             case(min(5, domain.longest), width=_width_from(domain, MANY_CHANNELS)),
             case(*unequal, packed=True, dtype=coarsest(domain.dtypes)),
             case(*MEAN, packed=True),
+            case(
+                *(min(length, domain.longest) for length in STARTS_IN_TILES),
+                packed=True,
+                width=_width_from(domain, CHANNELS_OF_TOKENS),
+            ),
             *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
             case(*(1,) * MANY_SEQUENCES, packed=False, backward=False),
         ]
@@ -253,10 +261,12 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     elif "width" in every:
         wide = [_width_from(domain, least) for least in UNEVEN]
         cases += [case(few, width=wide[0], out_width=wide[0])]
+        cases += [case(min(TOKENS, domain.longest), width=_width_from(domain, CHANNELS_OF_TOKENS), out_width=narrow)]
         cases += [case(few, width=wide[1], out_width=narrow, heads=PARAMETER_ROWS, residual=domain.residuals[-1])]
         if domain.operation in NORMS and {"fp16", "large"} <= {*domain.dtypes, *domain.values}:
             cases += [case(few, width=wide[1], out_width=narrow, dtype="fp16", values="large")]
-    cases += [case(few, heads=MANY_HEADS)] if "heads" in every else []
+    if "heads" in every:
+        cases += [case(few, heads=MANY_HEADS), case(min(TOKENS, domain.longest), heads=HEADS_OF_TOKENS)]
     for number in named(domain):
         tokens = [min(number + more, domain.longest) for more in (1, 0)]
         cases += [case(*tokens, few, packed=True)] if "packed" in every else [case(tokens[0])]

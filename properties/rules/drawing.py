@@ -55,6 +55,11 @@ MOST_ROWS = 1030  # of a batch, just over 1,024
 NORMED = (1030, 64)  # tokens and heads of rows that a norm in the kernel takes: over 65,535
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
+# Two sizes that are large at the same time, where an implementation may choose another way by each or by their product: sequences
+# of one token beside a long one, with keys over 32; sequences, with channels over 128; heads, with tokens or channels.
+DECODES, PROMPT, KEYS_OF_LONG = 40, 480, 33
+ROWS_OF_WIDE, WIDE = 133, 129
+HEADS_OF_LONG, TOKENS_OF_HEADS = 65, 130
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
 ONE_SIGNED = 5  # one case in so many, of those whose gates remember, has values of one sign
@@ -77,7 +82,8 @@ def limits(domain: Domain) -> list[Case]:
     These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
     and last length are the mean of all; one token, and three, between packed sequences of no tokens; over 256 heads, with several
     value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 256 sequences of a
-    batch, and over 1,024 without a backward. Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
+    batch, and over 1,024 without a backward. Two sizes are large at once in those of `_two_sizes`. Where kernels are interpreted,
+    there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
     over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile
@@ -105,6 +111,7 @@ def limits(domain: Domain) -> list[Case]:
         heads(1, MANY_OF_A_KEY),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
         _narrow_case(domain, lengths=(up(1),) * MOST_ROWS, backward=False),
+        *_two_sizes(domain, up),
     ]
     if quick:
         long = MANY_TOKENS_OF_CHUNKS if domain.drawing.exact > MANY_STEPS else MANY_TOKENS
@@ -119,6 +126,21 @@ def limits(domain: Domain) -> list[Case]:
         ]
     over = (case for number in named(domain) for case in _over(domain, number))
     return [*dict.fromkeys((*(case for case in found if case is not None), *over))]
+
+
+def _two_sizes(domain: Domain, up: Callable[[int], int]) -> Iterator[Case | None]:
+    """Yield cases with two large sizes, with equal sequences of whole chunks, and without tokens but with several value heads.
+
+    `up` gives the next number of tokens that the domain allows.
+    """
+    apart, chunk = not domain.batched, up(domain.drawing.chunk)
+    decodes = (*(up(1),) * DECODES, up(PROMPT))
+    yield _narrow_case(domain, KEYS_OF_LONG, lengths=decodes, packed=True) or _narrow_case(domain, lengths=decodes, packed=True)
+    yield _narrow_case(domain, least_value=WIDE, lengths=(up(1),) * ROWS_OF_WIDE, packed=apart)
+    yield _narrow_case(domain, lengths=(up(TOKENS_OF_HEADS),), packed=apart, heads=HEADS_OF_LONG, value_heads=HEADS_OF_LONG)
+    yield _narrow_case(domain, least_value=WIDE, lengths=(up(3),), packed=apart, heads=HEADS_OF_LONG, value_heads=HEADS_OF_LONG)
+    yield _narrow_case(domain, lengths=(chunk,) * 3, packed=True)
+    yield _narrow_case(domain, lengths=(0,), packed=apart, heads=1, value_heads=2)
 
 
 def _over(domain: Domain, number: int) -> Iterator[Case]:
