@@ -36,7 +36,30 @@ from properties.words.options import text_of_values, values_of
 
 Cases = Callable[..., st.SearchStrategy[Any]]
 Check = Callable[[Any, Example], Iterator[Pair]]
+# Powers of two by which cotangents are multiplied. The smallest is that of a mean over 2^24 numbers, which is zero in float16.
+FACTORS = {"cotangents": -2.0, "zero_cotangents": 0.0, "small_cotangents": 2.0**-24}
+UNDERFLOW = 2.0**-100  # the subnormal step of float32, 2^-149, is 2^-49 of this
 FAR_PADDED = 262  # tokens of a row whose padding ends behind token 256
+
+
+def linear_in_cotangents(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Gradients are linear in the cotangents, and a power of two rounds nothing, so it passes through every product and sum."""
+    inputs, cotangents = bench.call(example.case)
+    assert cotangents is not None
+    factor = FACTORS[example.variant or ""]
+    once = bench.run(inputs, cotangents)
+    for name, got in bench.run(inputs, {name: factor * x for name, x in cotangents.items()}).items():
+        if example.case.spec.port(name).gradient:
+            compared = (normal(got, factor), normal(factor * once[name], factor)) if factor else (got, factor * once[name])
+            yield Pair(name, f"with cotangents times {factor:.3g}", *compared)
+
+
+def normal(x: Tensor, factor: float) -> Tensor:
+    """Return x with zeros in place of numbers below UNDERFLOW, or below as many times that as a small factor makes numbers smaller.
+
+    Subnormal numbers, which do round under a power of two, may have gone into such small numbers.
+    """
+    return torch.where(x.abs() < UNDERFLOW * max(1.0, 2.0**-4 / abs(factor)), 0.0, x)
 
 
 def plain(domain: Any) -> Any:

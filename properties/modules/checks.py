@@ -54,16 +54,11 @@ def absent(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:
-    """A factor of -2 rounds nothing, so it passes through every product and sum."""
-    inputs, cotangents = bench.call(example.case)
-    if example.variant in ("cotangents", "zero_cotangents"):
-        assert cotangents is not None
-        factor = 0 if example.variant == "zero_cotangents" else -2
-        once = bench.run(inputs, cotangents)
-        for name, got in bench.run(inputs, {name: factor * x for name, x in cotangents.items()}).items():
-            if example.case.spec.port(name).gradient:
-                yield Pair(name, f"with cotangents times {factor}", got, factor * once[name])
+    """A power of two rounds nothing, so it passes through every product and sum."""
+    if example.variant in common_laws.FACTORS:
+        yield from common_laws.linear_in_cotangents(bench, example)
         return
+    inputs, cotangents = bench.call(example.case)
     changed = {"inputs": ("x", "state", "bias", "residual"), "weight": ("weight", "bias")}[example.variant or ""]
     same = {"inputs": ("dx", "dh0", "dbias", "dresidual"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
     if cotangents is not None and "final_state" in cotangents:  # gradients from the final state do not depend on the weight

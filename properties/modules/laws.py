@@ -93,7 +93,7 @@ def _absent_lacks(case: ModuleCase, variant: str | None) -> str | None:
 def _linear_lacks(case: ModuleCase, variant: str | None) -> str | None:
     if case.dtype == "fp16" or case.values not in CALM:
         return f"numbers away from underflow (no fp16, values={'|'.join(CALM)})"
-    if variant in ("cotangents", "zero_cotangents"):
+    if variant in common_laws.FACTORS:
         return None if case.backward else "backward=yes"
     if variant == "weight" and case.residual != "none":
         return "residual=none"
@@ -109,7 +109,7 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
     small: dict[str, Any] = {"dtype": exact, "values": CALM}
     choices = []
     if domain.backward:
-        choices.append(examples_of(_small(domain, **small), None, ("cotangents", "zero_cotangents")))
+        choices.append(examples_of(_small(domain, **small), None, tuple(common_laws.FACTORS)))
     if domain.operation in CONV and "none" in domain.activations:
         choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs",)))
         if "none" in domain.residuals:
@@ -304,12 +304,12 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "linear",
             "exact",
-            "a factor of -2 on the cotangents, the convolution's inputs or the weight passes through, bit for bit",
+            "a power of two on the cotangents, the convolution's inputs or the weight passes through, bit for bit",
             _linear_examples,
             module_checks.linear,
             needs=_linear_needs,
             lacks=_linear_lacks,
-            variants=("inputs", "weight", "cotangents", "zero_cotangents"),
+            variants=("inputs", "weight", *common_laws.FACTORS),
         ),
         _law(
             "scaled",

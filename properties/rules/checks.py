@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oracles.norm import EPS
 from oracles.operation import DTYPES, Inputs
-from properties.laws.common import without_options
+from properties.laws.common import FACTORS, linear_in_cotangents, normal, without_options
 from properties.laws.in_parts import carried_dtype, final_dtype
 from properties.laws.law import (
     Bench,
@@ -199,7 +199,7 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:
-    """A factor of -2 rounds nothing, so it passes through every product and sum. Sums round, so the variant `sum` has a bound."""
+    """A power of two rounds nothing, so it passes through every product and sum. Sums round, so the variant `sum` has a bound."""
     inputs, cotangents = bench.call(example.case)
     if example.variant == "sum":
         odd = torch.arange(inputs.v.shape[1]).reshape(1, -1, 1, 1) % 2 == 1
@@ -212,30 +212,11 @@ def linear(bench: Bench, example: Example) -> Iterator[Pair]:
             got = runs[0][name].double() + runs[1][name].double()
             yield Pair(name, ", summed over even and odd tokens' values", got, limits[0][name].plus(limits[1][name]))
         return
-    once = bench.run(inputs, cotangents)
-    if example.variant == "values":
-        state = None if inputs.state is None else -2 * inputs.state
-        twice = bench.run(inputs.replaced(v=-2 * inputs.v, state=state), cotangents)
-        for name, got in twice.items():
-            factor = 1 if name in ("dv", "dh0") else -2
-            yield Pair(name, "with v and state times -2", _normal(got), _normal(factor * once[name]))
-    else:
-        assert cotangents is not None
-        factor = 0 if example.variant == "zero_cotangents" else -2
-        twice = bench.run(inputs, {name: factor * x for name, x in cotangents.items()})
-        for name, got in twice.items():
-            if example.case.spec.port(name).gradient:
-                due = factor * once[name]
-                compared = (_normal(got), _normal(due)) if factor else (got, due)
-                yield Pair(name, f"with cotangents times {factor}", *compared)
-
-
-UNDERFLOW = 2.0**-100  # the subnormal step of float32, 2^-149, is 2^-49 of this
-
-
-def _normal(x: Tensor) -> Tensor:
-    """Return x with zeros in place of numbers below UNDERFLOW.
-
-    Subnormal numbers, which do round under a factor of two, may have gone into such small numbers.
-    """
-    return torch.where(x.abs() < UNDERFLOW, 0.0, x)
+    if example.variant in FACTORS:
+        yield from linear_in_cotangents(bench, example)
+        return
+    once, factor = bench.run(inputs, cotangents), -2.0
+    state = None if inputs.state is None else factor * inputs.state
+    for name, got in bench.run(inputs.replaced(v=factor * inputs.v, state=state), cotangents).items():
+        due = once[name] if name in ("dv", "dh0") else factor * once[name]
+        yield Pair(name, "with v and state times -2", normal(got, factor), normal(due, factor))
