@@ -144,11 +144,14 @@ def _firm_orders(domain: Any, ordinary: Callable[..., st.SearchStrategy[Any]]) -
     def single(case: Any) -> Any:
         return dataclasses.replace(case, lengths=(1, 1), packed=False)
 
+    def one_head(case: Any) -> Any:
+        return dataclasses.replace(case, **dict.fromkeys({"heads", "value_heads"} & {*case.WORDS}, 1))
+
     found = [_in_order(domain, cases(margin), ("tokens_first",)) for margin in (0, 1)]
     found.append(_in_order(domain, cases(0).map(single), ("tokens_first",)))
     if hasattr(domain.CASE, "heads"):
         found += [_in_order(domain, cases(margin, heads=2), ("heads_first",)) for margin in (0, 1)]
-        found.append(_in_order(domain, cases(0).filter(lambda case: case.heads == 1), ("heads_first",)))
+        found.append(_in_order(domain, cases(0).map(one_head), ("heads_first",)))
     return found
 
 

@@ -51,7 +51,7 @@ from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, 
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.lengths import over_one
-from properties.words.sizes import FEW_TILES, TILES, with_drawing
+from properties.words.sizes import FEW_TILES, TILES, coarsest, with_drawing
 
 
 def _value_heads(case: Case) -> range:
@@ -155,20 +155,31 @@ def _leaves_nothing_out(domain: Domain) -> str | None:
     return None if _absent_choices(domain) else "no argument may be left out"
 
 
+_SHORT: dict[str, Any] = {"longest": 130, "total": 130, "value_heads": 2}
+
+
 def _linear_examples(domain: Domain) -> st.SearchStrategy[Example]:
-    calm: dict[str, Any] = {
-        "gate": REMEMBERING,
-        "values": ("ordinary", "correlated", "repeated"),
-    }
     exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")
-    small: dict[str, Any] = {"longest": 130, "total": 130, "value_heads": 2}
-    choices = [examples_of(_remember(domain, **small), None, ("sum",))]
+    choices = [examples_of(_remember(domain, **_SHORT), None, ("sum",))]
     if exact:  # subnormals of fp16, below 6e-5, do round under a factor of two
         variants = ("values", *FACTORS) if domain.backward else ("values",)
-        normal = cases(domain, dtype=exact, **calm, **small).filter(lambda case: not _vanishes(case))
-        # Long cases may lack a backward pass, which the variants of cotangents need.
-        choices.append(examples_of(normal, None, variants).filter(lambda x: _linear_lacks(x.case, x.variant) is None))
+        choices.append(_exactly_linear(domain, variants, dtype=exact))
     return either(choices)
+
+
+def _exactly_linear(domain: Domain, variants: tuple[str, ...], **more: Any) -> st.SearchStrategy[Example]:
+    calm: dict[str, Any] = {"gate": REMEMBERING, "values": ("ordinary", "correlated", "repeated"), **_SHORT, **more}
+    normal = cases(domain, **calm).filter(lambda case: not _vanishes(case))
+    # Long cases may lack a backward pass, which the variants of cotangents need.
+    return examples_of(normal, None, variants).filter(lambda x: _linear_lacks(x.case, x.variant) is None)
+
+
+def _firm_linear(domain: Domain) -> list[Example]:
+    """Return an example of small cotangents in the dtype of the fewest bits, of which an implementation may take special care."""
+    exact = [dtype for dtype in domain.dtypes if dtype != "fp16"]
+    if not exact or not domain.backward:
+        return []
+    return firm_examples(domain, _exactly_linear(domain, ("small_cotangents",), dtype=coarsest(exact)))
 
 
 def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
@@ -336,6 +347,7 @@ LAWS: dict[str, Law] = {
             rule_checks.linear,
             variants=("values", *FACTORS, "sum"),
             lacks=_linear_lacks,
+            always=_firm_linear,
         ),
         Law(
             "recall",

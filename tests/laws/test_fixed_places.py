@@ -29,9 +29,11 @@ from properties.traces.limits import (
 )
 from properties.words.example import Example
 from properties.words.sizes import MOST, sized
+from tests import wrong_corners as corners
 from tests import wrong_survivors as wrong
 from tests.drawn import domain_in_a_check, in_a_check
 from tests.together import for_each
+from tests.wrong_options import SumNorm
 from verify.execution.execute import execute
 from verify.execution.line import Run
 from verify.process.outcome import FailureKind, Outcome, Verdict
@@ -68,15 +70,38 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     wrong.DraftsAsLongAsTheFirst: ("session", ""),
     wrong.PadsInBf16: ("left_padding", ""),
     wrong.LayerPadsInBf16: ("left_padding", ""),
+    corners.HeadsFirstAreDense: ("strides", "heads_first"),
+    corners.TokensFirstAreDense: ("strides", "tokens_first"),
+    corners.StrideOfOneToken: ("strides", "tokens_first"),
+    corners.StrideOfOneHead: ("strides", "heads_first"),
+    corners.BetaBesideTheKeys: ("recompute", "frozen"),
+    corners.NothingOfFinalStates: ("recompute", "one_output"),
+    corners.StatesForGradients: ("recompute", "twice"),
+    corners.GatesOf32Calls: ("recompute", "between"),
+    corners.SumWithoutItsNorm: ("recompute", "one_output"),
+    corners.CotangentsInHalf: ("linear", "small_cotangents"),
+    corners.MeanOfManyDecodes: ("oracle", ""),
+    corners.LaunchesByTheMean: ("oracle", ""),
+    corners.WideBlocksOfFullGrids: ("oracle", ""),
+    corners.HeadsOfLongTiles: ("oracle", ""),
+    corners.EqualSequencesAsABatch: ("oracle", ""),
+    corners.StatesOfKeyHeads: ("oracle", ""),
+    corners.PartsOfManyHeads: ("oracle", ""),
+    corners.TileOfItsFirstSequence: ("oracle", ""),
+    corners.DecodesInGroupsOf16: ("oracle", ""),
 }
 
 
+def spec_of(kind: type) -> str:
+    return f"{kind.__module__.replace('.', '/')}.py:{kind.__name__}"
+
+
 def domain_of(kind: type) -> Any:
-    return domain_in_a_check(f"{HERE}:{kind.__name__}")
+    return domain_in_a_check(spec_of(kind))
 
 
 def outcome_of(kind: type, law: str, example: Example) -> Outcome:
-    return execute(Run(law, f"{HERE}:{kind.__name__}", example))
+    return execute(Run(law, spec_of(kind), example))
 
 
 def fixed(kind: type, law: str, variant: str, seed: int) -> list[Example]:
@@ -95,9 +120,9 @@ def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: t
         others = fixed(kind, law, variant, seed)
         if seed == 0 or others != examples:
             assert any(outcome_of(kind, law, example).verdict is Verdict.BROKEN for example in others), (seed, others)
-    right = next(base for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    right = next(base for base in kind.__mro__ if base is SumNorm or base.__module__.startswith("verify.zoo."))
     for example in examples:
-        outcome = execute(Run(law, f"zoo/{right.__name__}", example))
+        outcome = execute(Run(law, spec_of(right) if right is SumNorm else f"zoo/{right.__name__}", example))
         assert outcome.verdict is Verdict.HOLDS or "one by one" in outcome.reason, example
 
 

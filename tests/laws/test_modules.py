@@ -16,6 +16,7 @@ from benchmarks import soundness
 from oracles.operation import Inputs
 from oracles.tolerance.bound import bounds
 from properties.books import book_for, book_named, book_of
+from properties.laws.common import FACTORS
 from properties.modules.case import MODULES, ModuleCase, words_of
 from properties.modules.domain import CONV, GATES, NORMS, ModuleDomain
 from properties.modules.illegal import MODULE_INPUTS, OF_MODULES
@@ -146,14 +147,15 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
         examples = drawn(ModuleDomain(operation), law.name, 160 if law.variants else 20)
         if law.variants:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
-            views = {*VIEWS, "far_tokens", "far_sequences", *(("far_heads",) if "heads" in words_of(operation) else ())}
+            views = {*VIEWS, "tokens_first", "far_tokens", "far_sequences"}
+            views |= {"heads_first", "far_heads"} if "heads" in words_of(operation) else set()
             views -= {"indices"}  # which a domain must name
             if law.name in ("history", "recompute"):  # streams need a GPU, and freezing a part of the inputs needs two
                 default = {*law.variants} - {"streams"} - ({"frozen"} if operation == "l2norm" else set())
                 if all(len(example.case.spec.outputs) == 1 for example in examples):
                     default -= {"one_output"}
             want = variants.get(law.name, {"strides": views}).get(operation if law.name in variants else law.name, default)
-            want = want | ({"cotangents", "zero_cotangents"} if law.name == "linear" else set())
+            want = want | ({*FACTORS} if law.name == "linear" else set())
             assert {example.variant for example in examples} == want, law.name
         if law.place is not None:
             assert len({example.at for example in examples}) >= 3, law.name
@@ -708,3 +710,9 @@ def test_errors_of_a_known_defect_are_not_the_worst_of_a_law_that_holds() -> Non
     report.count(run, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
     assert report.ratios == {"dx": 0.25}
     assert report.counts == {Verdict.HOLDS: 1, Verdict.KNOWN: 1}
+
+
+def test_a_transform_in_float64_is_whole_and_a_last_bit_of_float32_is_not() -> None:
+    line = "law=whole adapter=tests/wrong_corners.py:{} lengths=40 op=causal_conv1d width=6 conv_width=3 values=whole backward=no seed=3"
+    assert execute(Run.parse(line.format("Fourier"))).verdict is Verdict.HOLDS
+    assert execute(Run.parse(line.format("NotQuiteWhole"))).verdict is Verdict.BROKEN
