@@ -713,6 +713,7 @@ def test_errors_of_a_known_defect_are_not_the_worst_of_a_law_that_holds() -> Non
 
 
 def test_a_transform_in_float64_is_whole_and_a_last_bit_of_float32_is_not() -> None:
-    line = "law=whole adapter=tests/wrong_corners.py:{} lengths=40 op=causal_conv1d width=6 conv_width=3 values=whole backward=no seed=3"
+    words = "lengths=40 op=causal_conv1d width=6 conv_width=3 values=whole backward=no seed=3"
+    line = "law=whole adapter=tests/wrong_corners.py:{} " + words
     assert execute(Run.parse(line.format("Fourier"))).verdict is Verdict.HOLDS
     assert execute(Run.parse(line.format("NotQuiteWhole"))).verdict is Verdict.BROKEN

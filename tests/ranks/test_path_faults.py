@@ -56,6 +56,16 @@ def test_a_rank_that_fails_is_named_and_the_next_case_runs(
 
 
 @pytest.mark.slow
+def test_a_cotangent_that_a_rank_changes_is_named_once(two: RankGroup, tmp_path: pathlib.Path) -> None:
+    adapter = "tests/path_faults.py:ClearsItsCotangent"
+    run = Run.parse(f"law=repeats adapter={adapter} lengths=4 cp=2 heads=2 value_heads=2 deterministic=yes")
+    outcome = ask(run, two, Store(tmp_path))
+    assert [(finding.place, finding.what) for finding in outcome.findings] == [
+        ("rank 1: cotangent of y", "was changed by the call")
+    ]
+
+
+@pytest.mark.slow
 def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: pathlib.Path) -> None:
     assert outcome_of(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
 

@@ -188,7 +188,8 @@ class RankBench(WatchedBench):
 
     def _results(self, call: "_Call") -> Results:
         """This rank's part of the outputs and the gradients of a call."""
-        copies = Copies(call.leaves)
+        turned = {} if call.direction is None else {f"cotangent of {_output(call.shared.case)}": call.direction}
+        copies = Copies({**call.leaves, **turned})
 
         def forward_and_backward() -> tuple[Results, list[Tensor | None]]:
             if self.domain.steps and call.direction is not None and call.graded:

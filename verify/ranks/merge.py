@@ -86,7 +86,8 @@ def merge_outcomes(every: Mapping[int, Outcome], waited: str = "") -> Outcome:
     found: dict[str, tuple[Finding, list[int]]] = {}
     for rank, outcome in outcomes.items():
         for finding in outcome.findings:
-            found.setdefault(_text([finding]), (finding, []))[1].append(rank)
+            ranks = found.setdefault(_text([finding]), (finding, []))[1]
+            ranks += [rank] * (rank not in ranks)  # several runs of a case may have the same failure
     while_waiting = f"; while {waited}" if waited else ""
     findings = [
         dataclasses.replace(finding, ranks=tuple(ranks), what=finding.what + while_waiting) for finding, ranks in found.values()
