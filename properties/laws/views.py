@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -277,9 +277,10 @@ def pure_law(
     check: Check = pure,
     says: str = "a call changes neither its inputs nor the memory around them",
     about: tuple[str, ...] = (),
+    always: Callable[[Any], Sequence[Example]] = lambda domain: (),
 ) -> Law:
-    """Return the law for a book whose cases `cases(domain)` draws."""
-    return Law("pure", "exact", says, lambda domain: examples_of(cases(domain)), check, about=about)
+    """Return the law for a book whose cases `cases(domain)` draws; `always(domain)` are those that come with every seed."""
+    return Law("pure", "exact", says, lambda domain: examples_of(cases(domain)), check, about=about, always=always)
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ from properties.laws.views import (
 from properties.rules import checks as rule_checks
 from properties.rules.case import Case
 from properties.rules.domain import Domain
-from properties.rules.drawing import REMEMBERING, cases, exact_limits, keys_of, limits, values_of
+from properties.rules.drawing import REMEMBERING, cases, crowd, exact_limits, keys_of, limits, values_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
 from properties.words.lengths import over_one
@@ -185,6 +185,12 @@ def _firm_linear(domain: Domain) -> list[Example]:
 def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     options: dict[str, Any] = {"longest": 130, "total": 180, "value_heads": 4, "sequences": (1, 3), **more}
     return cases(domain, **options)
+
+
+def _backward_of_a_crowd(domain: Domain) -> list[Example]:
+    """Return the case whose backward has over 65,535 sequences and heads, where kernels are interpreted."""
+    case = None if domain.drawing.quick else crowd(domain)
+    return [Example(case)] if case is not None and case.backward else []
 
 
 def _strided(domain: Domain) -> st.SearchStrategy[Example]:
@@ -435,7 +441,7 @@ LAWS: dict[str, Law] = {
             outside=outside_views,
             always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),
         ),
-        pure_law(_small),
+        pure_law(_small, always=_backward_of_a_crowd),
     )
 }
 
