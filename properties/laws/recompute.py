@@ -332,8 +332,8 @@ def recompute_law(
 
     def spare(domain: Any) -> list[Example]:
         drawn = cases(domain).filter(lambda case: case.backward and case.tokens > 1).map(lambda case: bare(case, domain))
-        able = {variant: drawn.filter(lambda case, variant=variant: lacks(case, variant) is None) for variant in SPARE}
-        return firm_examples(domain, *(examples_of(cases, None, (variant,)) for variant, cases in able.items()))
+        found = (examples_of(drawn, None, (variant,)) for variant in SPARE)
+        return firm_examples(domain, *(examples.filter(lambda one: lacks(one.case, one.variant) is None) for examples in found))
 
     def precise(domain: Any) -> list[Example]:
         if "fp32" not in domain.dtypes:

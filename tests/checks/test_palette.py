@@ -121,10 +121,10 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    "everything": (Domain(), "3a0ac9b60930f57a"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "0d8502f20de64e77"),
-    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "0932058f9fd4ec7a"),
-    "narrow": (NARROW, "f05e218855f41674"),
+    "everything": (Domain(), "e97bd79ee993633e"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "78298a0ff93b8a6d"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "9a90e8da878c54c0"),
+    "narrow": (NARROW, "0c3e00f00832723f"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
