@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oracles.arithmetic.counter import mix_words
 from oracles.operation import Inputs, gradient_name
 from oracles.tolerance.bound import ANY, Bound
 from properties.laws.common import require
@@ -168,7 +169,7 @@ def separations(names: Sequence[str], seed: int) -> Iterator[list[str]]:
         return
     groups = [[*names[:1]], *([other for other in names if other != name] for name in names)]
     size = 1 << len(names).bit_length()
-    columns = [1 + place for place in torch.randperm(size - 1, generator=torch.Generator().manual_seed(seed)).tolist()]
+    columns = sorted(range(1, size), key=lambda column: mix_words(seed, str(column)))
     groups += (
         [name for name, column in zip(names, columns, strict=False) if (row & column).bit_count() % 2] for row in range(1, size)
     )
