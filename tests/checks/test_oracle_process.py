@@ -291,6 +291,7 @@ def test_hang_of_the_oracle_is_none_of_the_implementation(one: RankGroup, tmp_pa
         one.deadline_s = before
     assert got.verdict is Verdict.UNKNOWN
     assert "the oracle did not finish: rank 0 hung: no answer within 1.5 s, in _answer (oracle_process.py:" in got.reason
+    assert got.reason.endswith(f": {run}")
     assert gone([pid], SOON_S)
 
 

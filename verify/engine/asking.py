@@ -218,7 +218,7 @@ def ask_line(question: RunOne, worker: Answering, store: Store, *deadline_s: flo
             return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
         if not lost.in_kernel:
             what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
-            return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
+            return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}: {question.line}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
         said = lost.tail.partition("Thread 0x")[0] if lost.said is None else lost.said
         wrote = () if lost.how == "crashed" else _last_lines(said)
