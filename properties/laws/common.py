@@ -36,7 +36,7 @@ from properties.words.options import text_of_values, values_of
 
 Cases = Callable[..., st.SearchStrategy[Any]]
 Check = Callable[[Any, Example], Iterator[Pair]]
-# Powers of two by which cotangents are multiplied. The smallest is that of a mean over 2^24 numbers, which is zero in float16.
+# Powers of two by which cotangents are multiplied. The smallest is that of a mean over 2^24 numbers: float16 keeps no digit.
 FACTORS = {"cotangents": -2.0, "zero_cotangents": 0.0, "small_cotangents": 2.0**-24}
 UNDERFLOW = 2.0**-100  # the subnormal step of float32, 2^-149, is 2^-49 of this
 FAR_PADDED = 262  # tokens of a row whose padding ends behind token 256
