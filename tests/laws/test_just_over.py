@@ -37,7 +37,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.KeyHeadsOf8Bits: ("oracle", ("heads=320 value_heads=960",)),
     wrong.TilesOf64ValueHeads: ("oracle", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     wrong.RatiosOf6Bits: ("oracle", ("lengths=3 value_heads=257",)),
-    wrong.BatchesUpTo128: ("oracle", ("lengths=1x259", "lengths=1x1030")),
+    wrong.BatchesUpTo128: ("oracle", ("lengths=1x133", "lengths=1x259", "lengths=1x1030")),
     wrong.BatchesOf10Bits: ("oracle", ("lengths=1x1030",)),
     modules.ConvBatchesOf10Bits: ("oracle", ("lengths=1x1100",)),
     wrong.SecondLongOfABatch: ("oracle", ("lengths=1030+1030 key_dim",)),
