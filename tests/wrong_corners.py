@@ -1,10 +1,10 @@
 """Implementations that are wrong where two things meet: two sizes, a view and its order, what is frozen, spare or small.
 
-tests/laws/test_fixed_places.py says which law shows each of them.
+tests/laws/test_fixed_places.py says which law shows each of them; rooms about crowds and modules have the others.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
 from tests.wrong_options import SumNorm
+from tests.wrong_survivors import GatesOfEightCalls
 from verify.zoo.base import Chunkwise, Layered
 from verify.zoo.modules import Conv, Gate
 from verify.zoo.wrong_recompute import Gradients, Recomputes
@@ -107,23 +108,20 @@ class StatesForGradients(Recomputes):
         return tensors
 
 
-class GatesOf32Calls(Recomputes):
+class GatesOf32Calls(GatesOfEightCalls):
     """Gates are kept in 32 buffers for each shape, in turn."""
 
-    domain = Domain(threads=False)
-    rings: ClassVar[dict[Any, list[Tensor]]] = {}
+    buffers = 32
 
-    def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
-        super().keep(ctx, tensors)
-        g = tensors[ctx.names.index("g")].detach()
-        ring = self.rings.setdefault((g.shape, g.dtype), [torch.empty_like(g) for _ in range(32)])
-        ring.append(ring.pop(0).copy_(g))
-        ctx.buffer = ring[-1]
 
-    def kept(self, ctx: Any) -> list[Tensor]:
-        tensors = super().kept(ctx)
-        tensors[ctx.names.index("g")] = ctx.buffer
-        return tensors
+class BackwardOnTheSecondAxis(Recomputes):
+    """The backward has a program for each sequence and head along an axis of its grid that takes 65,535."""
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        v = tensors[names.index("v")]
+        if (v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1) * v.shape[2] > 65_535:
+            raise RuntimeError("the second axis of a grid has at most 65,535 programs")
+        return super().back(x, names, tensors, cotangents)
 
 
 class _Halves(torch.autograd.Function):

@@ -181,12 +181,13 @@ class GatesOfEightCalls(Recomputes):
     """Gates are kept in eight buffers for each shape, in turn, so the ninth later call overwrites those of the first one."""
 
     domain = Domain(threads=False)
+    buffers: ClassVar[int] = 8
     rings: ClassVar[dict[Any, list[Tensor]]] = {}
 
     def keep(self, ctx: Any, tensors: tuple[Tensor, ...]) -> None:
         super().keep(ctx, tensors)
         g = tensors[ctx.names.index("g")].detach()
-        ring = self.rings.setdefault((g.shape, g.dtype), [torch.empty_like(g) for _ in range(8)])
+        ring = self.rings.setdefault((self.buffers, g.shape, g.dtype), [torch.empty_like(g) for _ in range(self.buffers)])
         ring.append(ring.pop(0).copy_(g))
         ctx.buffer = ring[-1]
 

@@ -15,6 +15,8 @@ from properties.words.lengths import MEAN
 from properties.words.sizes import CROWD, MANY_EACH, MANY_SEQUENCES, MOST, THREE_EACH, places, sized
 from verify.adapters import loader
 from verify.engine.drawing import of_law
+from verify.execution.execute import execute
+from verify.execution.line import Run
 from verify.process.messages import RunOne
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
@@ -47,6 +49,10 @@ def test_the_backward_of_such_a_batch_has_no_tolerances() -> None:
     assert oracle == [dataclasses.replace(case, backward=False)]
     assert LAWS["pure"].always(domain) == [Example(case)]
     assert LAWS["pure"].always(SIZED) == []
+    wrong = "tests/wrong_corners.py:BackwardOnTheSecondAxis"
+    assert execute(Run("pure", wrong, Example(case))).verdict is Verdict.BROKEN
+    assert execute(Run("pure", wrong, Example(dataclasses.replace(case, backward=False)))).verdict is Verdict.HOLDS
+    assert execute(Run("pure", "zoo/Recomputes", Example(case))).verdict is Verdict.HOLDS
 
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
