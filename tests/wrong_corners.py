@@ -1,6 +1,6 @@
 """Implementations that are wrong where two things meet: two sizes, a view and its order, what is frozen, spare or small.
 
-tests/laws/test_fixed_places.py says which law shows each of them; rooms about crowds and modules have the others.
+The laws that show them are in tests/laws: in test_fixed_places.py, test_crowds.py and test_modules.py.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class StrideOfOneToken(Chunkwise):
 
 
 class StrideOfOneHead(Chunkwise):
-    """Contiguous values of one head are read by the stride of heads."""
+    """Contiguous values of one head are taken for zeros if the stride of heads is not the one that an allocator gives."""
 
     domain = Domain(backward=False)
 

@@ -55,7 +55,7 @@ def linear_in_cotangents(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def normal(x: Tensor, factor: float) -> Tensor:
-    """Return x with zeros in place of numbers below UNDERFLOW, or below as many times that as a small factor makes numbers smaller.
+    """Return x with zeros in place of numbers below UNDERFLOW; for the small factor, of numbers below 2^20 times that.
 
     Subnormal numbers, which do round under a power of two, may have gone into such small numbers.
     """
