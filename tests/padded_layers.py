@@ -39,6 +39,16 @@ class PadsAtTheStart(PaddedEnds):
         return super().run(x if x.pads is None else x.replaced(pads=tuple(map(abs, x.pads))))
 
 
+class PadsOnOneSide(PaddedEnds):
+    """The side of the first row that has padding is taken for that of all rows."""
+
+    def run(self, x: Inputs) -> Answer:
+        if x.pads is None or not any(x.pads):
+            return super().run(x)
+        first = next(pad for pad in x.pads if pad)
+        return super().run(x.replaced(pads=tuple(abs(pad) if first > 0 else -abs(pad) for pad in x.pads)))
+
+
 class ForgetsStatesOfPadded(Padded):
     """A row that begins with padding begins with a state of zeros, as the first call of a generation does."""
 

@@ -1,7 +1,8 @@
 """Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,11 +147,12 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
 def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit.
 
-    With `end`, rows do not begin but end with padding, so states are those behind the last token before it.
+    With `end`, rows do not begin but end with padding, so states are those behind the last token before it. With `mixed`, every
+    second row that has padding does.
     """
     case = example.case
-    side = "right" if example.variant == "end" else "left"
-    pads = tuple(-pad for pad in case.pads()) if side == "right" else case.pads()
+    side = {"end": "right", "mixed": "mixed"}.get(example.variant, "left")
+    pads = on_sides(case.pads(), example.variant)
     if not any(pads):
         raise Blind("no row has padding")
     inputs, cotangents = bench.call(case)
@@ -178,6 +180,14 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     for name, got in once.items():
         yield Pair(name, f"with {side} padding", tokens(name, got), bounds[name])
         yield Pair(name, f"with other {side} padding", tokens(name, twice[name]), tokens(name, got))
+
+
+def on_sides(pads: Sequence[int], variant: str | None) -> tuple[int, ...]:
+    """Return numbers of padding tokens with the signs of `pads` of a call: negative ones are at the end of their rows."""
+    if variant == "mixed":
+        signs = itertools.cycle((1, -1))
+        return tuple(pad and next(signs) * pad for pad in pads)
+    return tuple(-pad for pad in pads) if variant == "end" else tuple(pads)
 
 
 def far_padding(domain: Any, cases: Callable[..., st.SearchStrategy[Any]]) -> list[Example]:

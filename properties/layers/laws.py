@@ -138,7 +138,7 @@ def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
 
 def _beside_states(domain: LayerDomain, example: Example) -> str | None:
     """Return why a domain does not have padding in an example, or None: few layers take it beside states, or behind tokens."""
-    if example.variant == "end" and not domain.right_padding:
+    if example.variant is not None and not domain.right_padding:
         return "padding at the end of rows"
     return "padding beside an initial state" if example.case.state != "none" and not domain.padded_states else None
 
@@ -146,15 +146,20 @@ def _beside_states(domain: LayerDomain, example: Example) -> str | None:
 def _padded(domain: LayerDomain) -> st.SearchStrategy[Example]:
     states: dict[str, Any] = {} if domain.padded_states else {"state": "none"}
     cases = layer_cases(domain, packed=False, longest=33, total=80, **states).filter(lambda case: any(case.pads()))
-    return either([examples_of(cases)] + [examples_of(cases, None, ("end",))] * domain.right_padding)
+    return either([examples_of(cases)] + [examples_of(cases, None, ("end", "mixed"))] * domain.right_padding)
 
 
 def _padded_ends(domain: LayerDomain) -> list[Example]:
-    """Return an example of padding at the end of rows with final states, if the domain has both."""
+    """Return examples of padding at the end of rows, and of some rows, with final states, if the domain has both."""
     if not domain.right_padding:
         return []
-    drawn = layer_cases(domain, packed=False, sequences=(2, 3), longest=12, state="none", cached=domain.caches)
-    return firm_examples(domain, examples_of(drawn.filter(lambda case: any(case.pads())), None, ("end",)))
+
+    def padded(rows: int, variant: str) -> st.SearchStrategy[Example]:
+        """Examples with more than one row, all but one of which have padding."""
+        drawn = layer_cases(domain, packed=False, sequences=(rows, 3), longest=12, state="none", cached=domain.caches)
+        return examples_of(drawn.filter(lambda case: sum(map(bool, case.pads())) >= rows - 1), None, (variant,))
+
+    return firm_examples(domain, padded(2, "end"), padded(3, "mixed"))
 
 
 def _calm(domain: LayerDomain) -> st.SearchStrategy[LayerCase]:
@@ -215,7 +220,7 @@ LAYER_LAWS: dict[str, Law] = {
             _padded,
             common_laws.left_padding,
             common_laws.first_of(_promises("attention_mask"), _promises("batched")),
-            variants=("end",),
+            variants=("end", "mixed"),
             plain=True,
             lacks=_padded_lacks,
             outside=_beside_states,

@@ -54,19 +54,34 @@ def test_wrong_layers_show_beside_states_alone(mutant: type[Adapter]) -> None:
 
 
 def test_padding_at_the_end_of_rows_is_only_where_the_domain_says_so() -> None:
-    ends = [example for example in drawn(padded_layers.PaddedEnds.domain, 32) if example.variant == "end"]
+    ends = [example for example in drawn(padded_layers.PaddedEnds.domain, 32) if example.variant]
+    assert {example.variant for example in ends} == {"end", "mixed"}
     assert {example.variant for example in drawn(LayerDomain(), 32)} == {None}
-    assert [example.variant for example in LAW.always(domain_in_a_check("tests/padded_layers.py:PaddedEnds"))].count("end") == 1
-    outcome = execute(Run(LAW.name, "zoo/Layered", ends[0]))
-    assert (outcome.verdict, outcome.reason) == (Verdict.UNSUPPORTED, "padding at the end of rows")
+    assert sorted(firm()) == ["end", "mixed"]
+    for example in ends:
+        outcome = execute(Run(LAW.name, "zoo/Layered", example))
+        assert (outcome.verdict, outcome.reason) == (Verdict.UNSUPPORTED, "padding at the end of rows")
 
 
-@pytest.mark.parametrize("kind", [padded_layers.PaddedEnds, padded_layers.PadsGoOn, padded_layers.PadsAtTheStart])
-def test_padding_at_the_end_shows_wrong_layers_and_leaves_the_right_one(kind: type[Adapter]) -> None:
-    (firm,) = (one for one in LAW.always(domain_in_a_check("tests/padded_layers.py:PaddedEnds")) if one.variant == "end")
-    assert firm.case.cached
-    expected = Verdict.HOLDS if kind is padded_layers.PaddedEnds else Verdict.BROKEN
-    assert verdicts(kind, [firm]) == [expected]
+def firm() -> dict[str, Example]:
+    """Return the firm examples of padding at the end of rows by their variants."""
+    examples = LAW.always(domain_in_a_check("tests/padded_layers.py:PaddedEnds"))
+    return {example.variant: example for example in examples if example.variant}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shows"),
+    [
+        (padded_layers.PaddedEnds, set()),
+        (padded_layers.PadsGoOn, {"end", "mixed"}),
+        (padded_layers.PadsAtTheStart, {"end", "mixed"}),
+        (padded_layers.PadsOnOneSide, {"mixed"}),
+    ],
+)
+def test_padding_at_the_end_shows_wrong_layers_and_leaves_the_right_one(kind: type[Adapter], shows: set[str]) -> None:
+    examples = firm()
+    assert all(example.case.cached for example in examples.values())
+    assert {one for one, example in examples.items() if verdicts(kind, [example]) == [Verdict.BROKEN]} == shows
     others = [example for example in drawn(kind.domain, 16) if example.variant is None]
     assert others
     assert {*verdicts(kind, others)} <= {Verdict.HOLDS, Verdict.BLIND}
@@ -74,5 +89,5 @@ def test_padding_at_the_end_shows_wrong_layers_and_leaves_the_right_one(kind: ty
 
 @pytest.mark.slow_after_first
 def test_a_right_layer_with_padding_at_the_end_holds() -> None:
-    ends = [example for example in drawn(padded_layers.PaddedEnds.domain, 24) if example.variant == "end"]
+    ends = [*firm().values(), *(example for example in drawn(padded_layers.PaddedEnds.domain, 24) if example.variant)]
     assert {*verdicts(padded_layers.PaddedEnds, ends)} == {Verdict.HOLDS}
