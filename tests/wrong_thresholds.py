@@ -42,8 +42,22 @@ class LinearFromFifteen(LinearFromTwenty):
     threshold = 15.0
 
 
+class ChosenTooLate(LinearFromTwenty):
+    """The branch that is not chosen overflows above 88, and its gradient of infinity times zero is NaN."""
+
+    def soft(self, x: Tensor) -> Tensor:
+        return torch.where(x > self.threshold, x, x.exp().log1p())
+
+
+class NeverLinear(LinearFromTwenty):
+    """Infinite above 88."""
+
+    def soft(self, x: Tensor) -> Tensor:
+        return x.exp().log1p()
+
+
 class ExpBelowMinusThree(LinearFromTwenty):
-    """softplus(x) is exp(x) below -3, which is 2.5% too large there."""
+    """softplus(x) is exp(x) below -3, which is 2.5% too large there; and the branch that is not chosen overflows above 88."""
 
     def soft(self, x: Tensor) -> Tensor:
         return torch.where(x < -3.0, x.exp(), super().soft(x))

@@ -32,7 +32,7 @@ from properties.words.word import Word
 
 GATES = (*MEMORIES, "saturated", "mixed")
 GIVEN_GATES = ("edges", "closed")  # only where the log-decay is given
-COMPUTED_GATES = ("thresholds",)  # only where the kernel computes it
+COMPUTED_GATES = ("thresholds", "overflow")  # only where the kernel computes it
 BETAS = ("ordinary", "one", "zero", "two", "edges")
 VALUES = ("ordinary", "correlated", "one_signed", "repeated", "zero_rows", "small", "scaled", "large", "great", "one_hot")
 STATES = ("none", "zero", "random")

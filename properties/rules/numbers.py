@@ -27,9 +27,13 @@ SATURATED = -1000.0
 UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
-A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0, "thresholds": -2.25}
+A_LOGS = {
+    **{"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5},
+    **{"saturated": 5.0, "thresholds": -2.25, "overflow": -4.0},
+}
 # With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
 BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0}
+OVERFLOW = 100.0  # the exponential of over 88.73 is infinite in float32, that of under -87.34 is subnormal
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
 # Arguments of softplus around which libraries and mistakes replace it by its argument, by exp or by 0.
 THRESHOLDS = (4.0, 7.0, 9.0, 11.0, 13.0, 16.0, 20.0, 26.0)
@@ -338,6 +342,13 @@ class _Builder:
         shape = (*self.batch, *axes)
         if self.case.gate == "saturated":  # decays completely, or not at all
             return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
+        if self.case.gate == "overflow":
+            draw = _Draw("a", shape, self.bits, of_tokens=True)
+
+            def overflow(whole: Tensor, choice: Tensor) -> Tensor:
+                return torch.where(choice < 0, torch.where(choice == -1, OVERFLOW, -OVERFLOW), _fraction(whole, self.bits, 2.0))
+
+            return _Recipe((draw, _choice("gate", shape, 2)), overflow)
         if self.case.gate == "thresholds":
             return _Recipe((_Draw("a", shape, self.bits, of_tokens=True), _choice("gate", shape, 4)), self.around_thresholds)
         if self.case.lower_bound != "none":
