@@ -27,10 +27,8 @@ SATURATED = -1000.0
 UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
-A_LOGS = {
-    **{"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5},
-    **{"saturated": 5.0, "thresholds": -2.25, "overflow": -4.0},
-}
+A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0, "thresholds": -2.25}
+A_LOGS["overflow"] = A_LOGS["64"]
 # With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
 BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0}
 OVERFLOW = 100.0  # the exponential of over 88.73 is infinite in float32, that of under -87.34 is subnormal
