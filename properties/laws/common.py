@@ -151,7 +151,7 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     second row that has padding does.
     """
     case = example.case
-    side = {"end": "right", "mixed": "mixed"}.get(example.variant, "left")
+    side = {"end": "right", "mixed": "mixed"}.get(example.variant or "", "left")
     pads = on_sides(case.pads(), example.variant)
     if not any(pads):
         raise Blind("no row has padding")
