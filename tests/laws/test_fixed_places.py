@@ -115,13 +115,16 @@ def fixed(kind: type, law: str, variant: str, seed: int) -> list[Example]:
 @pytest.mark.slow_after_first
 def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: type) -> None:
     law, variant = SHOWN_BY[kind]
-    examples = fixed(kind, law, variant, 0)
+    shown: dict[tuple[Example, ...], Example] = {}
     for seed in range(3):
-        others = fixed(kind, law, variant, seed)
-        if seed == 0 or others != examples:
-            assert any(outcome_of(kind, law, example).verdict is Verdict.BROKEN for example in others), (seed, others)
+        examples = tuple(fixed(kind, law, variant, seed))
+        if examples not in shown:
+            shows = (example for example in examples if outcome_of(kind, law, example).verdict is Verdict.BROKEN)
+            found = next(shows, None)
+            assert found is not None, (seed, examples)
+            shown[examples] = found
     right = next(base for base in kind.__mro__ if base is SumNorm or base.__module__.startswith("verify.zoo."))
-    for example in examples:
+    for example in {*shown.values()}:
         outcome = execute(Run(law, spec_of(right) if right is SumNorm else f"zoo/{right.__name__}", example))
         assert outcome.verdict is Verdict.HOLDS or "one by one" in outcome.reason, example
 
