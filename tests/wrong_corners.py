@@ -18,6 +18,7 @@ from tests.wrong_options import SumNorm
 from tests.wrong_survivors import GatesOfEightCalls
 from verify.zoo.base import Chunkwise, Layered
 from verify.zoo.modules import Conv, Gate
+from verify.zoo.wrong_gates import StepwiseKda
 from verify.zoo.wrong_recompute import Gradients, Recomputes
 
 # Orders of axes in memory
@@ -106,6 +107,188 @@ class StatesForGradients(Recomputes):
             tensors[place] = torch.zeros_like(tensors[place])
         ctx.over = True
         return tensors
+
+
+class StatesAloneInWhatWasThere(Recomputes):
+    """Without a gradient of q and without a loss of o, the cotangents of o are what was in their memory."""
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        self.needs = dict(zip(ctx.names, ctx.needs_input_grad[3:], strict=True))
+        return super().kept(ctx)
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        loss, *others = cotangents
+        if not self.needs["q"] and (loss is None or not loss.any()):
+            loss = torch.ones_like(tensors[names.index("v")])
+        return super().back(x, names, tensors, (loss, *others))
+
+
+# Losses of some tokens
+
+
+class ChunksWithALoss(Recomputes):
+    """Without a loss of the states, a chunk of 64 tokens without a loss has no gradient, also before others."""
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        gradients, loss = super().back(x, names, tensors, cotangents), cotangents[0]
+        if loss is None or any(other is not None and other.any() for other in cotangents[1:]):
+            return gradients
+        live = torch.cat([part.any().expand(part.shape[1]) for part in loss.split(64, 1)])
+        found = dict(zip(names, gradients, strict=True))
+        found |= {name: t * live.view(-1, *[1] * (t.ndim - 2)) for name, t in found.items() if name != "state" and t is not None}
+        return [*found.values()]
+
+
+class BeginsAtTheLastLoss(Recomputes):
+    """The scan of the backward begins at the last token with a loss, behind which no state's cotangent comes."""
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        loss, states = cotangents
+        if states is not None and loss is not None and loss.any() and not loss[:, -1].any():
+            states = torch.zeros_like(states)
+        return super().back(x, names, tensors, (loss, states))
+
+
+class HeadsWithALoss(Recomputes):
+    """Where some heads have a loss of o, those without one lose that of their final states."""
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        loss, states = cotangents
+        if states is not None and loss is not None and loss.any():
+            states = states * (loss != 0).any(-1).flatten(0, 1).any(0).view(-1, 1, 1)
+        return super().back(x, names, tensors, (loss, states))
+
+
+class GradientsByAddress(Recomputes):
+    """A graph that is used again knows its cotangents by address and version."""
+
+    def kept(self, ctx: Any) -> list[Tensor]:
+        self.graph = ctx
+        return super().kept(ctx)
+
+    def back(self, x: Inputs, names: tuple[str, ...], tensors: list[Tensor], cotangents: tuple[Tensor | None, ...]) -> Gradients:
+        key = [t is not None and (t.data_ptr(), t._version) for t in cotangents]
+        if getattr(self.graph, "known", None) != key:
+            self.graph.known, self.graph.found = key, super().back(x, names, tensors, cotangents)
+        return [None if t is None else t.clone() for t in self.graph.found]
+
+
+# What is kept by its contents, and what is alike
+
+
+class DecaysByKeys(Chunkwise):
+    """The decays of the last call with these keys and betas are taken again, as was right for a rule without decays."""
+
+    domain = Domain(backward=False)
+
+    def run(self, x: Inputs) -> Any:
+        key = [t.to(torch.float32).numpy().tobytes() for t in (x.k, x.beta)]
+        if getattr(self, "known", None) != key:
+            self.known, self.decays = key, x.g.clone()
+        return super().run(x.replaced(g=self.decays))
+
+
+class _AllChannels(torch.autograd.Function):
+    """x, every channel of which gets the gradient of all channels together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return cotangents[0].sum(-1, keepdim=True).expand_as(cotangents[0])
+
+
+class KdaOfOneDecay(StepwiseKda):
+    """A decay that all channels share goes to the rule of one decay, whose gradient is that of all channels."""
+
+    def run(self, x: Inputs) -> Any:
+        shared = x.g is not None and x.g.stride(-1) == 0 and x.g.shape[-1] > 1
+        return super().run(x.replaced(g=_AllChannels.apply(x.g)) if shared else x)
+
+
+class IdleChunksDoNotDecay(Chunkwise):
+    """Chunks of 64 tokens without beta leave the state as it is, if others have one."""
+
+    domain = Domain(backward=False, packed=False)
+
+    def run(self, x: Inputs) -> Any:
+        idle = torch.cat([~part.any(1, keepdim=True).expand_as(part) for part in x.beta.split(64, 1)], 1)
+        return super().run(x.replaced(g=torch.where(idle & ~idle.all(), 0.0, x.g).to(x.g.dtype)))
+
+
+class StatesOfTheFirst(Chunkwise):
+    """If the first packed sequence begins with a state of zeros, no states are read."""
+
+    domain = Domain(backward=False)
+
+    def run(self, x: Inputs) -> Any:
+        zeros = x.cu_seqlens is not None and x.state is not None and not x.state[:1].any()
+        return super().run(x.replaced(state=torch.zeros_like(x.state)) if zeros else x)
+
+
+class WindowsOfTheFirst(Conv):
+    """The same of a convolution's states."""
+
+    domain = dataclasses.replace(Conv.domain, backward=False)
+
+    def run(self, x: Inputs) -> Any:
+        zeros = x.cu_seqlens is not None and x.state is not None and not x.state[:1].any()
+        return super().run(x.replaced(state=torch.zeros_like(x.state)) if zeros else x)
+
+
+class LayerStatesOfTheFirst(Layered):
+    """The same of a layer's."""
+
+    domain = LayerDomain(state_gradients=False)
+
+    def run(self, x: Inputs) -> Any:
+        zeros = x.cu_seqlens is not None and x.state is not None and not x.state[:1].any()
+        none = {name: torch.zeros_like(x[name]) for name in ("state", "conv_state")} if zeros else {}
+        return super().run(x.replaced(**none))
+
+
+class ProgramsInRounds(Chunkwise):
+    """264 programs take the packed sequences and heads in turn, and begin with a state of zeros only in the first round."""
+
+    domain = Domain(backward=False)
+
+    def run(self, x: Inputs) -> Any:
+        o, final = super().run(x)
+        if x.state is None and (programs := final.shape[0] * final.shape[1]) > 264:
+            states = torch.zeros_like(final).flatten(0, 1)
+            states[264:] = final.flatten(0, 1)[: programs - 264]
+            return super().run(x.replaced(state=states.view_as(final)))
+        return o, final
+
+
+class _Tree(torch.autograd.Function):
+    """x with each head repeated; the gradient is added up in a tree whose first level alone may be odd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:  # type: ignore[override]
+        ctx.count = count
+        return x.repeat_interleave(count, 2)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        parts = [*cotangents[0].unflatten(2, (-1, ctx.count)).unbind(3)]
+        odd = parts.pop() if len(parts) % 2 else 0
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [parts[place] + parts[place + half] for place in range(half)]
+        return (parts[0] + odd if parts else odd), None
+
+
+class TreeOfValueHeads(Chunkwise):
+    """Gradients of q and k are added up over the value heads of a key head in a tree whose first level alone may be odd."""
+
+    def run(self, x: Inputs) -> Any:
+        count = x.v.shape[2] // x.q.shape[2]
+        return super().run(x.replaced(q=_Tree.apply(x.q, count), k=_Tree.apply(x.k, count)) if count > 1 else x)
 
 
 class GatesOf32Calls(GatesOfEightCalls):

@@ -247,7 +247,7 @@ CALL_LAWS: dict[str, Law] = {
             _strided,
             views.strides,
             views.without_views,
-            variants=(*VIEWS, *views.ORDERS),
+            variants=(*VIEWS, *views.ARRANGED),
             lacks=views.lacks_view,
             outside=views.outside_views,
         ),

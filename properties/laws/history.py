@@ -44,7 +44,7 @@ from properties.words.example import Example
 from properties.words.sizes import named
 
 AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
-HISTORIES = ("others", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
+HISTORIES = ("others", "one_input", "refill", "freed", "gradients", "no_grad", "inference", "refused", "failed", *AT_ONCE)
 BEHIND = (257, 129, 65)  # tokens of a call with and without gradients: one behind usual blocks
 MOST_BEHIND = 2048  # the most tokens of such a call that is one behind a number of the source
 EACH = 48  # so many of the first operations of a call fail in the history `failed`, one in each call
@@ -59,6 +59,8 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
     - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
       must not change what the first returned.
+    - `one_input`: before a call comes one in which one tensor alone has other numbers, as a result that is kept by the contents of
+      some inputs would take for the same. Each input is that tensor once, every time with new numbers in all of them.
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
       packed sequences, two late offsets alone are other, and have the same sum.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
@@ -78,6 +80,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     play = {
         "others": _others,
+        "one_input": _one_input,
         "refill": _refill,
         "freed": _freed,
         "gradients": _gradients,
@@ -120,6 +123,16 @@ def _other(bench: Bench, case: Any, what: str) -> Iterator[Pair]:
     """Run another case and judge it by its own bounds."""
     inputs, cotangents = bench.call(case)
     yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents), f"of a later call with other {what}")
+
+
+def _one_input(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    names = present(case.spec, bench.call(case)[0])
+    for number, name in enumerate(names):
+        own = dataclasses.replace(case, seed=case.seed ^ 2 * number)
+        (inputs, cotangents), (others, _) = _two(bench, own, with_others(own, bench.domain))
+        bench.run(inputs.replaced(**{name: others[name]}), cotangents)
+        yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents), f"after a call with another {name}")
 
 
 def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents], tuple[Inputs, Cotangents]]:
@@ -314,6 +327,8 @@ def history_law(cases: Cases, about: tuple[str, ...] = (), anew: int = 0) -> Law
         step = cases(domain, packed=not domain.batched, longest=domain.length_step).filter(lambda case: case.tokens > 0)
         packed = [cases(domain, packed=True, sequences=(2, 3)).filter(lambda case: min(case.lengths) > 0)] * domain.packs
         found = firm_examples(domain, *kinds, examples_of(plain, None, ("inference",)))
+        told = plain.filter(lambda case: case.tokens > 1 and getattr(case, "beta", "ordinary") == "ordinary")
+        found += firm_examples(domain, examples_of(told, None, ("one_input",)))
         others = [examples_of(step, None, ("no_grad",)), *(examples_of(drawn, None, ("failed",)) for drawn in packed)]
         again = [dataclasses.replace(one, variant="no_grad") for one in found if one.variant == "inference"]
         steps = [*firm_examples(domain, *others), *serving(domain)]

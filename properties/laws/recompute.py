@@ -24,11 +24,13 @@ from properties.laws.law import (
     Pair,
     Results,
     all_variants,
+    axes_of,
     examples_of,
     firm_examples,
     firm_with_states,
     pairs_of,
     present,
+    spread,
     with_others,
 )
 from properties.laws.other_calls import later_cases
@@ -53,9 +55,10 @@ PACKED = ("between", "offloaded", "checkpoint")  # these always have packed sequ
 PRECISE = ("second", "cleared", "between")
 # These also come without optional inputs. A backward that lacks one of them, or the gradient of an output, may be another one.
 SPARE = ("one_output", "twice", "frozen")
+PART_TOKENS = (130, 7)  # of a call whose loss depends on a part: more than two chunks of 64, so that whole chunks have no loss
 BARE = {"state": "none", "weight": False, "bias": False, "conv_bias": False, "dt_bias": False, "residual": "returned"}
 UNSORTED = (3, 7, 2)  # lengths of sequences, neither the shortest nor the longest first
-VARIANTS = (*SAME, "one_output", "sums", "second", "frozen", "transforms")
+VARIANTS = (*SAME, "one_output", "parts", "sums", "second", "frozen", "transforms")
 STEP = 1e-5  # of a finite difference in float64, as a part of each number
 SHARE, SHARE_OF_HALVES = 0.02, 0.5  # of the largest row, that a derivative along a direction may be off by; a lost part is more
 FLOOR = 1e-6  # the same as a part of the largest row of what is differentiated
@@ -75,9 +78,12 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
       that were saved are copies, so only what the implementation keeps in another way can change. An error is right too. Outputs
       are left alone where the domain has keeps_outputs=False.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
+    - `parts`: the loss depends on some tokens alone, as that of an answer does: on those behind the last multiple of 64, on those
+      before it and all states, on the last sequence, or on every second head and all states.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, then each
-      input is the only one that does, and then about half of them do, so that any two are frozen together in some call.
+      input is the only one that does, and then about half of them do, so that any two are frozen together in some call. In the
+      first of these calls, and in every second one of the last, the loss depends on one output alone too.
     - `second`: gradients with create_graph=True, which are differentiated along a direction, or an error. In float32 each input
       has a direction of its own, unless products are in TF32.
     - `transforms`: under torch.func.vjp, jvp and vmap, or an error. vmap maps all tensors along their first axis, and in another
@@ -92,15 +98,20 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     if variant in SAME:
         yield from _same(bench, case, variant, inputs, cotangents)
     elif variant == "frozen":
-        bounds = bench.bounds(inputs, cotangents)
-        for frozen in separations(present(case.spec, inputs), case.seed):
-            got = bench.under("frozen", inputs, cotangents, frozen=frozen)
-            yield from pairs_of(got, bounds, f"with {', '.join(frozen)} frozen")
+        names = present(case.spec, inputs)
+        losses = {"": (cotangents, bench.bounds(inputs, cotangents))}
+        losses |= {f" and a loss of {name} alone": loss for name, loss in _of_one_output(bench, inputs, cotangents)}
+        for number, frozen in enumerate(separations(names, case.seed)):
+            several = number == 0 or (number > len(names) and number % 2)
+            for what, (loss, bounds) in [*losses.items()][: None if several else 1]:
+                got = bench.under("frozen", inputs, loss, frozen=frozen)
+                yield from pairs_of(got, bounds, f"with {', '.join(frozen)} frozen{what}")
     elif variant == "one_output":
-        for name in cotangents or {}:
-            zeros = {other: torch.zeros_like(x) if other != name else x for other, x in (cotangents or {}).items()}
-            got = bench.run(inputs, {name: zeros[name]})
-            yield from pairs_of(got, bench.bounds(inputs, zeros), f"of a loss of {name} alone")
+        for name, (loss, bounds) in _of_one_output(bench, inputs, cotangents):
+            yield from pairs_of(bench.run(inputs, loss), bounds, f"of a loss of {name} alone")
+    elif variant == "parts":
+        for what, part in _parts(case, cotangents or {}):
+            yield from pairs_of(bench.run(inputs, part), bench.bounds(inputs, part), f"of a loss of {what}")
     elif variant == "sums":
         for where, last in (("the last axis", True), ("all axes", False)):
             turned = {name: _summed(x, last_axis=last) for name, x in (cotangents or {}).items()}
@@ -141,6 +152,48 @@ def _between(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) ->
     for prefix, want in wanted:
         own = {name.removeprefix(prefix): x for name, x in got.items() if name.startswith("later ") == bool(prefix)}
         yield from pairs_of(own, want, LAST_BUT_ONE if prefix else SAME["between"])
+
+
+def _of_one_output(bench: Bench, inputs: Inputs, cotangents: Cotangents) -> Iterator[tuple[str, tuple[Results, dict[str, Bound]]]]:
+    """Yield each of several outputs with its cotangent alone, and with the bounds of a loss of this output."""
+    if cotangents is None or len(cotangents) < 2:
+        return
+    for name in cotangents:
+        zeros = {other: torch.zeros_like(x) if other != name else x for other, x in cotangents.items()}
+        yield name, ({name: cotangents[name]}, bench.bounds(inputs, zeros))
+
+
+def _parts(case: Any, cotangents: Results) -> Iterator[tuple[str, Results]]:
+    """Yield the cotangents of a loss of some tokens, or of some heads, each with what it is a loss of."""
+    spec = case.spec
+    tokens = {name for name in cotangents if axes_of(spec, name)[:2] == ["B", "T"]}
+    if not tokens:
+        return
+    shape = cotangents[min(tokens)].shape[:2]
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(shape)
+    last = [(length - 1) // 64 * 64 if length > 64 else length // 2 for length in case.lengths]
+    begin, row = (
+        torch.cat([torch.full((length,), number) for length, number in zip(case.lengths, numbers, strict=True)]).reshape(shape)
+        for numbers in (last, range(len(case.lengths)))
+    )
+
+    def only(keep: Tensor, *, states: bool) -> Results:
+        return {
+            name: torch.where(spread(keep, x, 0), x, 0.0) if name in tokens else x if states else torch.zeros_like(x)
+            for name, x in cotangents.items()
+        }
+
+    yield "the last tokens alone", only(place >= begin, states=False)
+    yield "the first tokens and the states", only(place < begin, states=True)
+    if len(case.lengths) > 1:
+        yield "the last sequence's tokens", only(row == len(case.lengths) - 1, states=False)
+    headed = {name for name in tokens if axes_of(spec, name)[2:3] == ["HV"] and cotangents[name].shape[2] > 1}
+    if headed:
+        turned = dict(cotangents)
+        for name in headed:
+            odd = torch.arange(cotangents[name].shape[2], device=cotangents[name].device) % 2 == 1
+            turned[name] = torch.where(spread(odd, cotangents[name], 2), cotangents[name], 0.0)
+        yield "every second head and the states", turned
 
 
 def _summed(x: Tensor, *, last_axis: bool) -> Tensor:
@@ -311,6 +364,8 @@ def recompute_law(
             return None if len(needed) > 1 else "an operation with two inputs"
         if variant == "one_output":
             return None if len(case.spec.outputs) > 1 else "two outputs"
+        if variant == "parts":
+            return None if max(case.lengths) > 1 else "a sequence of two tokens"
         if variant == "sums":
             widths = (getattr(case, name, 2) for name in ("width", "value_dim", "hidden"))
             return None if min(case.tokens, *widths) > 1 else "two tokens and channels"
@@ -329,7 +384,20 @@ def recompute_law(
         # What a backward decays in place shows in the next one only if there are decays, which the delta rule has not.
         decaying = [drawn.filter(lambda case: case.gate != "forever") for drawn in apart if domain.operation != "delta_rule"]
         frozen += firm_examples(domain, *(examples_of(drawn, None, ("twice",)) for drawn in decaying))
-        return [*precise(domain), *frozen, *spare(domain), *(unsorted(domain) if domain.packs else [])]
+        return [*precise(domain), *frozen, *spare(domain), *parts(domain), *(unsorted(domain) if domain.packs else [])]
+
+    def parts(domain: Any) -> list[Example]:
+        step = domain.length_step
+        sizes = [max(1, min(tokens, domain.longest or tokens) // step) * step for tokens in PART_TOKENS]
+        lengths = tuple(sizes) if domain.packs else (sizes[0],)
+        forgets = domain.operation != "delta_rule"
+
+        def fits(case: Any) -> bool:
+            return case.backward and case.packed == domain.packs and not (forgets and getattr(case, "gate", "") == "forever")
+
+        drawn = cases(domain).filter(fits).map(lambda case: dataclasses.replace(case, lengths=lengths))
+        drawn = drawn.filter(lambda case: domain.outside(case) is None and lacks(case, "parts") is None)
+        return firm_with_states(domain, drawn, "parts")
 
     def spare(domain: Any) -> list[Example]:
         drawn = cases(domain).filter(lambda case: case.backward and case.tokens > 1).map(lambda case: bare(case, domain))
@@ -362,5 +430,5 @@ def recompute_law(
         turns=lambda domain: VARIANTS[::-1],  # the last ones suit fewer cases, so they come before cases run out
         about=about,
         # each variant, and those that come twice
-        few=len(VARIANTS) + len(PRECISE) + len(SPARE) + len(PACKED) + 2 * (explicit is not None),
+        few=len(VARIANTS) + len(PRECISE) + len(SPARE) + len(PACKED) + 2 * (explicit is not None) + 1,
     )

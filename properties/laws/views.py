@@ -32,6 +32,10 @@ ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that
 # Tensors [B, T, ...] whose axes lie in another order in memory, by the two axes that change places: as transpose(1, 2) gives them
 # of [B, H, T, D], and transpose(0, 1) of [T, B, ...].
 ORDERS = {"heads_first": (1, 2), "tokens_first": (0, 1)}
+# Tensors [B, T, ..., C] whose channels repeat the first one with a stride of 0, as a head's decay is handed to KDA. Not q and k: a
+# row of equal numbers could have a norm over 1.
+ONE_CHANNEL = "one_channel"
+ARRANGED = (*ORDERS, ONE_CHANNEL)
 
 
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -59,6 +63,10 @@ def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[
     if how in ORDERS:
         spec, margin = example.case.spec, example.case.seed % 2
         return {name: ordered(x, how, margin) if _can_order(axes_of(spec, name), how) else x for name, x in tensors.items()}
+    if how == ONE_CHANNEL:
+        rows = {name: x for name, x in tensors.items() if name not in ("q", "k") and x.ndim > 2}
+        alike = {name for name in rows if axes_of(example.case.spec, name)[:2] == ["B", "T"]}
+        return {name: x[..., :1].expand_as(x) if name in alike else x for name, x in tensors.items()}
     kinds: tuple[str, ...] = ("aligned",) if how == INDICES else (how,)
     if how == MIXED:
         known = domain.views if isinstance(domain.views, tuple) else KINDS
@@ -114,8 +122,8 @@ def near_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
     """
     kinds = tuple(how for how in KINDS if takes_view(domain, how))
     choices = [examples_of(cases(), None, kinds)] * 3 if kinds else []
-    orders = [_in_order(domain, cases(), tuple(ORDERS))] if takes_near(domain, "tokens_first") else []
-    return choices + _of_several(domain, cases, packed=packed) + orders
+    orders = tuple(how for how in ARRANGED if takes_near(domain, how))
+    return choices + _of_several(domain, cases, packed=packed) + ([_in_order(domain, cases(), orders)] if orders else [])
 
 
 def _of_several(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, packed: bool) -> list[st.SearchStrategy[Example]]:
@@ -160,6 +168,8 @@ def firm_views(domain: Any, cases: Callable[..., st.SearchStrategy[Any]], *, pac
     ordinary = functools.partial(cases, values="ordinary")
     firm = _of_several(domain, ordinary, packed=packed) if domain.views else []
     firm += _firm_orders(domain, ordinary) if takes_near(domain, "tokens_first") else []
+    if takes_near(domain, ONE_CHANNEL):
+        firm.append(examples_of(ordinary().filter(lambda case: case.tokens > 1), None, (ONE_CHANNEL,)))
     if takes_view(domain, "sliced"):  # parts of one tensor may be taken as that tensor where they need no gradients of their own
         both = (ordinary(), *([ordinary(backward=False)] if domain.backward else []))
         firm += [examples_of(drawn.map(side_by_side), None, ("sliced",)) for drawn in both]
@@ -183,7 +193,7 @@ def takes_far(domain: Any, how: str) -> bool:
 
 def takes_near(domain: Any, how: str) -> bool:
     """Whether inputs may be views of a kind that are not far; another order of the axes needs strides of any kind."""
-    return takes_view(domain, "strided" if how in ORDERS else how)
+    return takes_view(domain, "strided" if how in ORDERS else "expanded" if how == ONE_CHANNEL else how)
 
 
 def outside_views(domain: Any, example: Example) -> str | None:

@@ -26,7 +26,7 @@ from properties.words.options import values_of
 from properties.words.word import Word, always, like
 
 VALUES = ("ordinary", "one_signed", "scaled", "small", "zero_rows")
-STATES = ("none", "zero", "random")
+STATES = ("none", "zero", "random", "some")
 EPS = ("1e-6", "1e-5")
 LAYERS = {operation.name: operation for operation in (GDN_LAYER, KDA_LAYER)}
 _STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
@@ -59,7 +59,7 @@ class LayerCase(Line):
     """The regime of the hidden states."""
     cached: Annotated[bool, Word(key=True, counted=True, simplest=(False,))] = False
     """Whether the recurrent state and the convolution's state come out; else the call is one of training."""
-    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero"))] = "none"
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero", "random"))] = "none"
     """What goes in; a kernel depends only on whether something does."""
     eps: Annotated[str, Word(choices=EPS, simplest=("1e-6",))] = "1e-6"
     allow_neg_eigval: Annotated[bool, Word(key=True, simplest=(False,))] = False
@@ -170,9 +170,12 @@ class LayerCase(Line):
             hidden = hidden * (self._integers("zeros", self.batch, 2, device) != 0).unsqueeze(-1)
         state = conv_state = None
         if self.state != "none":
-            keep = float(self.state == "random")
-            state = keep / 4 * self._uniform("state", (count, layer.value_heads, layer.key_dim, layer.value_dim), device, "fp32")
-            conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+            state = self._uniform("state", (count, layer.value_heads, layer.key_dim, layer.value_dim), device, "fp32") / 4
+            conv_state = self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+            if self.state != "random":  # zeros for every sequence, or for every second one
+                rows = torch.arange(count, device=device)
+                keep = (rows % 2 != self.seed % 2) if self.state == "some" else rows < 0
+                state, conv_state = state * keep.view(-1, 1, 1, 1), conv_state * keep.view(-1, 1, 1)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
         arguments = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
         inputs = Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})

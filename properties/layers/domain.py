@@ -124,10 +124,10 @@ class LayerDomain(AnyDomain):
 def limits(domain: LayerDomain) -> list[LayerCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    These are over 256 heads, if possible with 17 value heads for each key head; over 256 sequences in bf16, packed and as a batch;
-    packed ones whose first and last length are the mean of all; one token, and three, between sequences of no tokens; two rows of
-    one token with 17 heads; and sizes just over the numbers that the source names. There are none if the check draws no long
-    cases, and on a GPU.
+    These are over 256 heads, if possible with 17 value heads for each key head; over 256 sequences in bf16, packed and as a
+    batch; packed ones whose first and last length are the mean of all; one token, and three, between sequences of no tokens;
+    states of zeros beside others; two rows of one token with 17 heads; and sizes just over the numbers that the source names.
+    There are none if the check draws no long cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -163,6 +163,7 @@ def limits(domain: LayerDomain) -> list[LayerCase]:
         case(*MEAN, packed=True),
         *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
         case(1, 1, heads=DECODE_HEADS),
+        *(dataclasses.replace(case(3, 1, 3, packed=True), state="some", seed=seed) for seed in (0, 1) if cached),
     ]
     for number in named(domain):
         cases += [case(number + 1, number, 3, packed=True), case(number + 1)] if number <= LONG else []
@@ -224,7 +225,7 @@ def layer_cases(
         gate=field("gate", LAYER_GATES),
         values=field("values", tuple(choice for choice in VALUES if choice != "one_signed")),
         cached=cached,
-        state=field("state", ("none", "none", "zero", "random", "random")) if cached else "none",
+        state=field("state", ("none", "none", "zero", "some", "random", "random")) if cached else "none",
         eps=field("eps", domain.eps),
         allow_neg_eigval=domain.negative_eigenvalues and field("allow_neg_eigval", (False, False, True)),
         offsets=field("offsets", domain.offsets) if packed else "int64",

@@ -248,7 +248,7 @@ LAYER_LAWS: dict[str, Law] = {
             _strided,
             _strides,
             views.without_views,
-            variants=(*VIEWS, *views.ORDERS, *FAR),
+            variants=(*VIEWS, *views.ARRANGED, *FAR),
             lacks=views.lacks_view,
             outside=views.outside_views,
         ),

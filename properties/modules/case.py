@@ -27,7 +27,7 @@ from properties.words.word import Word, text_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}
 VALUES = ("ordinary", "one_signed", "growing", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
-STATES = ("none", "zero", "random")
+STATES = ("none", "zero", "random", "some")
 STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
 EPS = {"1e-6": 1e-6, "1e-5": 1e-5, "default": None}
@@ -105,7 +105,7 @@ class ModuleCase(Line):
     bias: Annotated[bool, Word(key=True, of=(*CONV, "norm_gate_linear"), simplest=(False,))] = False
     weight: Annotated[bool, Word(key=True, of=("gated_rms_norm", "norm_gate_linear"), simplest=(False,))] = True
     activation: Annotated[str, Word(choices=ACTIVATIONS, key=True, counted=True, of=CONV, simplest=("none",))] = "none"
-    state: Annotated[str, Word(choices=STATES, key=True, counted=True, of=CONV, simplest=("none", "zero"))] = "none"
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, of=CONV, simplest=("none", "zero", "random"))] = "none"
     """What initial states hold; a kernel depends only on whether there are any."""
     state_columns: Annotated[str, Word(choices=STATE_COLUMNS, key=True, of=CONV, simplest=("W",))] = "W"
     """How many columns the states of a convolution have: W, or W - 1."""
@@ -231,6 +231,8 @@ class ModuleCase(Line):
             if self.state != "none":
                 state = build.states().to(work)
                 state = torch.zeros_like(state) if self.state == "zero" else state
+                if self.state == "some":  # zeros for every second sequence
+                    state[self.seed % 2 :: 2] = 0
             return Inputs(
                 x=build.rows("x", (self.width,)).to(work).unflatten(0, self.batch),
                 weight=build.parameter("weight", (self.width, self.conv_width)).to(work),

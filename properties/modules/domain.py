@@ -219,15 +219,16 @@ class ModuleDomain(AnyDomain):
 def limits(domain: ModuleDomain) -> list[ModuleCase]:
     """Return cases just over usual limits, cheap because they are narrow or short, as far as the domain allows them.
 
-    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a convolution
-    that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024 packed sequences with
-    states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of all, one token, and three,
-    between sequences of no tokens, and over 12,288 channels, or as many as it takes; in plain torch also sequences of one token
-    over multiples of 64 to 1,024. Gates and norms have over 512 heads, and over 512 and over 8,192 channels in numbers that are no
-    multiples of 4, or as many as they take. Those of over 8,192 channels have five heads, and a residual that is returned if the
-    domain has that, and a norm's have sums of squares over the range of fp16 too. Over 128 tokens come with over 64 heads, and with
-    over 256 channels. Gradients of parameters in 16 bits are sums over 65,535 tokens. Further cases are just over the numbers that
-    the source names. There are none if the check draws no long cases, or if kernels are compiled.
+    In plain torch there are over 65,535 tokens, which are over 131,071 rows of a norm with heads, and sequences of a
+    convolution that begin at even and odd places behind token 4,096 and behind token 65,535. A convolution has over 1,024
+    packed sequences with states in bf16, as many rows of a batch, four sequences whose first and last length are the mean of
+    all, one token, and three, between sequences of no tokens, states of zeros beside others, and over 12,288 channels, or as
+    many as it takes; in plain torch also sequences of one token over multiples of 64 to 1,024. Gates and norms have over 512
+    heads, and over 512 and over 8,192 channels in numbers that are no multiples of 4, or as many as they take. Those of over
+    8,192 channels have five heads, and a residual that is returned if the domain has that, and a norm's have sums of squares
+    over the range of fp16 too. Over 128 tokens come with over 64 heads, and with over 256 channels. Gradients of parameters in
+    16 bits are sums over 65,535 tokens. Further cases are just over the numbers that the source names. There are none if the
+    check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -253,6 +254,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
                 width=_width_from(domain, CHANNELS_OF_TOKENS),
             ),
             *(case(0, tokens, 0, packed=True) for tokens in ONE_OF_THREE),
+            *(case(few, 1, few, packed=True, state="some", seed=seed) for seed in (0, 1) if domain.initial_state),
             case(*(1,) * MANY_SEQUENCES, packed=False, backward=False),
         ]
         if domain.drawing.quick:
@@ -358,7 +360,7 @@ def module_cases(
         ("activation", domain.activations),
         ("bias", (False, True) if domain.bias else (False,)),
         ("weight", (True, True, False) if domain.without_weight else (True,)),
-        ("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
+        ("state", ("none", "zero", "some", "random", "random") if domain.initial_state else ("none",)),
         ("final_state", (True, True, True, False) if domain.final_state else (False,)),
         ("oldest", (False,)),
         ("eps", domain.eps),

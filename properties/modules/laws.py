@@ -444,7 +444,7 @@ MODULE_LAWS: dict[str, Law] = {
             _strided,
             views.strides,
             needs=views.without_views,
-            variants=(*VIEWS, *views.ORDERS, *FAR),
+            variants=(*VIEWS, *views.ARRANGED, *FAR),
             lacks=views.lacks_view,
             outside=views.outside_views,
             always=lambda domain: views.firm_views(domain, functools.partial(_small, domain), packed=domain.packs),

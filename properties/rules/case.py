@@ -31,11 +31,11 @@ from properties.words.options import values_of
 from properties.words.word import Word
 
 GATES = (*MEMORIES, "saturated", "mixed")
-GIVEN_GATES = ("edges", "closed")  # only where the log-decay is given
+GIVEN_GATES = ("edges", "closed", "runs")  # only where the log-decay is given
 COMPUTED_GATES = ("thresholds", "overflow")  # only where the kernel computes it
-BETAS = ("ordinary", "one", "zero", "two", "edges")
+BETAS = ("ordinary", "one", "zero", "two", "edges", "runs")
 VALUES = ("ordinary", "correlated", "one_signed", "repeated", "zero_rows", "small", "scaled", "large", "great", "one_hot")
-STATES = ("none", "zero", "random")
+STATES = ("none", "zero", "random", "some")
 IN_KERNEL = ("none", "gate", "beta", "both")
 DECAYS = ("log", "linear")
 STATE_DTYPES = ("fp32", "input", "bf16")
@@ -103,7 +103,7 @@ class Case(Line):
     """The regime of beta; a kernel depends only on whether it is two."""
     values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
     """The regime of q, k and v."""
-    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero"))] = "none"
+    state: Annotated[str, Word(choices=STATES, key=True, counted=True, simplest=("none", "zero", "random"))] = "none"
     """What the initial states hold; a kernel depends only on whether there are any."""
     scale: Annotated[str, Word(choices=tuple(SCALES), key=True, simplest=("default",))] = "default"
     qk_norm: Annotated[bool, Word(key=True, simplest=(False,))] = False

@@ -52,6 +52,8 @@ MANY = 257  # heads, just over usual limits
 MOST_SEQUENCES = 4100  # packed, just over 12 bits; a backward of so many would take 8 s
 MANY_ROWS, MANY_OF_A_KEY = 259, 257  # sequences of a batch with a backward, and value heads of a key head: just over 8 bits
 MOST_ROWS = 1030  # of a batch, just over 1,024
+OF_A_KEY = (6, 11)  # value heads of a key head: as a tree, odd at another level than at the leaves
+TOKENS_OF_RUNS = 200  # three whole runs of 64, and a part of one
 NORMED = (1030, 64)  # tokens and heads of rows that a norm in the kernel takes: over 65,535
 WIDE_KEYS = 129  # just over 128, beside wide values
 WIDE_VALUES = 515  # just over 512, and no multiple of 4: blocks of channels that are not full
@@ -80,11 +82,12 @@ def crowd(domain: Domain, **more: Any) -> Case | None:
 def limits(domain: Domain) -> list[Case]:
     """Return cases just over usual limits that the domain allows, cheap because they are narrow.
 
-    These are over 1,024 packed sequences of unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first
-    and last length are the mean of all; one token, and three, between packed sequences of no tokens; over 256 heads, with several
-    value heads for each key head, and with gates in the kernel; over 256 value heads for one key head; over 256 sequences of a
-    batch, and over 1,024 without a backward. Two sizes are large at once in those of `_two_sizes`. Where kernels are interpreted,
-    there is a batch with over 65,535 sequences and heads.
+    These are whole chunks without beta and others without decays; states of zeros beside others; over 1,024 packed sequences of
+    unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first and last length are the mean of all;
+    one token, and three, between packed sequences of no tokens; over 256 heads, with several value heads for each key head, and
+    with gates in the kernel; over 256 value heads for one key head, and 6 and 11; over 256 sequences of a batch, and over
+    1,024, as a batch and packed, without states or a backward. Two sizes are large at once in those of `_two_sizes`. Where
+    kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
     over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile
@@ -110,8 +113,11 @@ def limits(domain: Domain) -> list[Case]:
         heads(*MANY_EACH),
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
         heads(1, MANY_OF_A_KEY),
+        *(heads(1, count) for count in OF_A_KEY),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
-        _narrow_case(domain, lengths=(up(1),) * MOST_ROWS, backward=False),
+        _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, backward=False),
+        _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, packed=True, backward=False),
+        *_in_runs(domain, up),
         *_two_sizes(domain, up),
     ]
     if quick:
@@ -127,6 +133,20 @@ def limits(domain: Domain) -> list[Case]:
         ]
     over = (case for number in named(domain) for case in _over(domain, number))
     return [*dict.fromkeys((*(case for case in found if case is not None), *over))]
+
+
+def _in_runs(domain: Domain, up: Callable[[int], int]) -> Iterator[Case | None]:
+    """Yield cases in which whole chunks have no beta, or no decay, and others do, and some sequences begin with states of zeros.
+
+    The two seeds begin with another one.
+    """
+    usual = conventions(domain)
+    gate: dict[str, Any] = {"gate": "runs"} if "runs" in gates_of(domain, usual["in_kernel"], usual) else {}
+    for seed in (0, 1):
+        words: dict[str, Any] = {"lengths": (up(TOKENS_OF_RUNS),), "packed": not domain.batched, "beta": "runs", "seed": seed}
+        yield _narrow_case(domain, **words, **gate) or _narrow_case(domain, **words)
+        if domain.initial_state:
+            yield _narrow_case(domain, lengths=(up(3), up(2), up(3)), packed=True, state="some", seed=seed)
 
 
 def _two_sizes(domain: Domain, up: Callable[[int], int]) -> Iterator[Case | None]:
@@ -195,9 +215,9 @@ def exact_limits(domain: Domain) -> list[Case]:
 
 
 def _narrow_case(domain: Domain, least_key: int = 1, least_value: int = 1, inside: str = "none", **words: Any) -> Case | None:
-    """Return a case with the narrowest K and V of the domain that are at least so wide, and a state, if it has one.
+    """Return a case with the narrowest K and V of the domain that are at least so wide, with a state if it has one.
 
-    None if the case is outside, or if nothing long is drawn.
+    The words may name another state. None if the case is outside, or if nothing long is drawn.
     """
     if not domain.drawing.long or domain.drawing.reach > 1:
         return None
@@ -209,7 +229,7 @@ def _narrow_case(domain: Domain, least_key: int = 1, least_value: int = 1, insid
         return None
     fixed = {**conventions(domain, inside), "final_states": domain.final_states_of(packed=words.get("packed", False))}
     case = Case(key_dim=keys[0], value_dim=values[0], **{**fixed, "backward": domain.backward, **words})
-    with_state = dataclasses.replace(case, state="random", state_dtype=domain.state_dtypes[0])
+    with_state = case if "state" in words else dataclasses.replace(case, state="random", state_dtype=domain.state_dtypes[0])
     return next((one for one in (with_state, case) if domain.outside(one) is None), None)
 
 
@@ -325,7 +345,7 @@ def cases(
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if domain.doubles(inside) or b != "two")),
         values=field("values", tuple(v for v in domain.values if v not in ("one_hot", "one_signed"))),
-        state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
+        state=field("state", ("none", "zero", "some", "random", "random") if domain.initial_state else ("none",)),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in domain.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
         in_kernel=inside,

@@ -34,7 +34,7 @@ from properties.laws.law import (
 )
 from properties.laws.recompute import recompute_law
 from properties.laws.views import (
-    ORDERS,
+    ARRANGED,
     firm_views,
     lacks_view,
     near_views,
@@ -436,7 +436,7 @@ LAWS: dict[str, Law] = {
             _strided,
             strides,
             without_views,
-            variants=(*VIEWS, *ORDERS, *FAR),
+            variants=(*VIEWS, *ARRANGED, *FAR),
             lacks=lacks_view,
             outside=outside_views,
             always=lambda domain: firm_views(domain, functools.partial(_calm, domain), packed=domain.packed),

@@ -24,6 +24,8 @@ MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tent
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 LOWER_BOUNDS = {"none": None, "-5": -5.0, "-1": -1.0}
 SATURATED = -1000.0
+RUN = 64  # tokens, so that whole chunks have one regime, and the next one another
+RUNS = ("forever", "tenth", "64")
 UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
@@ -172,7 +174,7 @@ class _Builder:
         for name, width in (("gk", case.key_dim), ("gv", case.value_dim)):
             if case.channel_decays in (OF_CHANNELS[name], "both"):
                 recipes[name] = self.channel_decays(name, (case.value_heads, width))
-        recipes |= {"state": self.states_of(self.state(), 0, case.initial_states)} if case.state != "none" else {}
+        recipes |= {"state": self.states_of(self.some(self.state()), 0, case.initial_states)} if case.state != "none" else {}
         single = SINGLE_PARAMETERS[case.parameter_dtype] + ("g", "alpha", "gk", "gv") * (case.gate_dtype == "fp32")
         return _Recipes(self, recipes, {**dict.fromkeys(single, "fp32"), "state": case.dtype_of_states})
 
@@ -254,6 +256,13 @@ class _Builder:
             return _Recipe(draws, lambda whole, exponent: _fraction(whole, SINGLE_BITS, most=0.25) * _powers(exponent))
         return self.uniform("state", shape, SINGLE_BITS, most=0.25)
 
+    def some(self, states: _Recipe) -> _Recipe:
+        """Return the states, with zeros for every second sequence of `state=some`, as of requests that begin beside others."""
+        if self.case.state != "some":
+            return states
+        zeros = torch.arange(len(self.case.lengths), device=self.device) % 2 == self.case.seed % 2
+        return _Recipe(states.draws, lambda *whole: states.tensor(*whole) * ~zeros.view(-1, 1, 1, 1))
+
     def states_of(self, states: _Recipe, row: int, which: str) -> _Recipe:
         """Return the states, or their cotangents, with zeros for those that the call does not have."""
         if which == "each" or (which != "none" and not self.case.packed):
@@ -282,6 +291,12 @@ class _Builder:
             under = UNDERFLOW + AROUND / 2 + _decay(whole, AROUND)
             return torch.where(choice == 0, under, torch.where(choice == 1, 0.0, _decay(whole, MEMORIES["64"])))
 
+        def runs(whole: Tensor) -> Tensor:
+            g, turn = _decay(whole, 1.0), (self.run + case.seed) % len(RUNS)
+            for number, name in enumerate(RUNS):
+                g[turn == number] *= MEMORIES[name]
+            return g
+
         def mixed(whole: Tensor) -> Tensor:
             g = _decay(whole, 1.0)
             for kind, width in enumerate(widths[: math.prod(axes)]):
@@ -292,7 +307,8 @@ class _Builder:
             return self.full(shape, 0.0)
         if (chosen := {"saturated": saturated, "closed": closed, "edges": edges}.get(case.gate)) is not None:
             return _Recipe((draw, _choice("gate", shape, 2)), chosen)
-        return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
+        several = {"runs": runs, "mixed": mixed}.get(case.gate)
+        return _Recipe((draw,), several or (lambda whole: _decay(whole, MEMORIES[case.gate])))
 
     def channel_decays(self, name: str, axes: tuple[int, ...]) -> _Recipe:
         """Return log-decays of channels [B, T, HV, K] or [B, T, HV, V]: those of the gate's regime, or 0 in some channels.
@@ -333,6 +349,8 @@ class _Builder:
 
         if case.beta in ("one", "zero"):
             return self.full(shape, float(case.beta == "one"))
+        if case.beta == "runs":
+            return _Recipe((draw,), lambda whole: torch.where(self.idle, 0.0, inner(whole)))
         return _Recipe((draw, _choice("beta", shape, 2)), edges) if case.beta == "edges" else _Recipe((draw,), inner)
 
     def raw_gates(self, axes: tuple[int, ...]) -> _Recipe:
@@ -396,6 +414,9 @@ class _Builder:
             return self.full(shape, OPEN if case.beta == "one" else -OPEN)
         if case.beta == "edges":
             return _Recipe((_Draw("b", shape, bits, of_tokens=True), _choice("beta", shape, 2)), edges)
+        if case.beta == "runs":
+            draw = _Draw("b", shape, bits, of_tokens=True)
+            return _Recipe((draw,), lambda whole: torch.where(self.idle, -OPEN, _fraction(whole, bits, most=4.0)))
         return self.uniform("b", shape, bits, most=4.0, of_tokens=True)
 
     def uniform(self, name: str, shape: tuple[int, ...], bits: int, *, most: float = 1.0, of_tokens: bool = False) -> _Recipe:
@@ -415,6 +436,19 @@ class _Builder:
     def repeated(self, width: int) -> Tensor:
         """Return the positions of each token's `width` numbers if each token repeats the first one of its sequence."""
         return (self.first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)).flatten()
+
+    @functools.cached_property
+    def run(self) -> Tensor:
+        """The number of each token's run of RUN tokens in its sequence [B, T]."""
+        return ((torch.arange(len(self.first), device=self.device) - self.first) // RUN).view(self.batch)
+
+    @property
+    def idle(self) -> Tensor:
+        """Whether a token is in a run whose betas are 0, which is every second one of a sequence of several runs [B, T, 1]."""
+        lengths = torch.tensor(self.case.lengths, device="cpu")
+        several = self.sent((lengths > RUN).repeat_interleave(lengths)).view(self.batch)
+        idle: Tensor = several & (self.run % 2 == self.case.seed % 2)
+        return idle.unsqueeze(-1)
 
     @functools.cached_property
     def first(self) -> Tensor:

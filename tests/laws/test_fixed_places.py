@@ -89,6 +89,19 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     corners.PartsOfManyHeads: ("oracle", ""),
     corners.TileOfItsFirstSequence: ("oracle", ""),
     corners.DecodesInGroupsOf16: ("oracle", ""),
+    corners.StatesAloneInWhatWasThere: ("recompute", "frozen"),
+    corners.ChunksWithALoss: ("recompute", "parts"),
+    corners.BeginsAtTheLastLoss: ("recompute", "parts"),
+    corners.HeadsWithALoss: ("recompute", "parts"),
+    corners.GradientsByAddress: ("recompute", "twice"),
+    corners.DecaysByKeys: ("history", "one_input"),
+    corners.KdaOfOneDecay: ("strides", "one_channel"),
+    corners.IdleChunksDoNotDecay: ("oracle", ""),
+    corners.StatesOfTheFirst: ("oracle", ""),
+    corners.WindowsOfTheFirst: ("oracle", ""),
+    corners.LayerStatesOfTheFirst: ("oracle", ""),
+    corners.ProgramsInRounds: ("oracle", ""),
+    corners.TreeOfValueHeads: ("oracle", ""),
 }
 
 

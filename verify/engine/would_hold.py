@@ -8,7 +8,7 @@ from typing import Any
 
 from oracles.norm import NORM_FORMS
 from properties.laws.law import Law
-from properties.laws.views import ORDERS
+from properties.laws.views import ARRANGED
 from properties.layers.case import LayerCase
 from properties.layers.domain import LayerDomain
 from properties.pools.case import PoolCase
@@ -218,7 +218,7 @@ def _limits(domain: Domain, *, pool: bool) -> Iterator[Limit]:
         return not sum(example.case.lengths)
 
     def other_views(example: Example) -> bool:
-        return example.variant in {*VIEWS, *ORDERS, "far_heads"} - {*NEIGHBOURS_LAST}
+        return example.variant in {*VIEWS, *ARRANGED, "far_heads"} - {*NEIGHBOURS_LAST}
 
     def doubled_inside(example: Example) -> bool:
         return example.case.beta == "two" and example.case.in_kernel in ("beta", "both")
