@@ -120,7 +120,7 @@ class PathDomain(AnyDomain):
     computes: bool = True
     """Whether what is not an exchange can be called."""
     least_piece: int = 0
-    """The least number of tokens in each piece that a CP rank holds."""
+    """The least number of tokens in each piece that a CP rank holds, of sequences with tokens."""
     tf32: tuple[str, ...] = ()
     """Values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU."""
     compiled_widths: tuple[int, ...] = ()
@@ -244,5 +244,8 @@ def compiles(case: ParallelCase) -> bool:
 
 
 def _piece(case: ParallelCase) -> int:
-    """Return the tokens in each piece that a CP rank holds; for zigzag, whose pieces differ, those of all its pieces together."""
+    """Return the tokens in the smallest piece that a CP rank holds, of sequences with tokens."""
+    if case.layout == "zigzag" and case.cp > 1:
+        lengths = case.padded if case.packed else case.lengths
+        return min((length for length in lengths if length), default=0) // (2 * case.cp)
     return len(case.tokens_of_ranks()[0]) // (2 if case.layout == "zigzag_batch" else 1)

@@ -16,9 +16,11 @@ from properties.words.sizes import THREE_EACH, at_limits
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
+MOST_SHARED = 8  # CP ranks that may share the heads of a rule
 CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
 SHARED = 3 / 4  # share of a layer's cases with cp over 1, if there are more than two ranks
 MANY_SEQUENCES, MANY_HEADS = (33, 130), 257  # just over usual limits: 32 and 128, and 8 bits
+MANY_TOKENS, HIDDEN = 2120, 32  # over 33 chunks of 64, 1,024 and 2,048 tokens; times HIDDEN over 65,536 numbers
 UNEQUAL = (1, 3, 2)  # the lengths of packed sequences, in units that a layout can cut
 
 
@@ -26,7 +28,7 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
     """Return cases just over usual limits, cheap because they are narrow and short, as far as the domain allows them.
 
     These are over 32 and over 128 packed sequences before one that lies over two ranks, an empty sequence exactly between two
-    ranks, and over 256 heads. There are none if the check draws no large cases, and on a GPU.
+    ranks, over 256 heads, and the long ones of `_long`. There are none if the check draws no large cases, and on a GPU.
     """
     if not at_limits(domain):
         return []
@@ -40,7 +42,8 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
             half = max(2, domain.least_piece)  # tokens of the long sequence on each rank, if ranks cut the tokens of all sequences
             half += -(count - 1 + half) % max(1, unit // 2)
             short = (1,) * (count - 1)
-            lengths = (unit,) * (count - 1) + (3 * unit,) if layout == "zigzag" else (*short, 2 * half, *short)
+            least = unit * max(1, domain.least_piece)
+            lengths = (least,) * (count - 1) + (3 * least,) if layout == "zigzag" else (*short, 2 * half, *short)
             cases.append(_with_first_norm(domain, ParallelCase(lengths, layout=layout, packed=True, **words)))
         half = unit * max(1, domain.least_piece)
         empty = ParallelCase((half, 0, half), layout=layout, packed=True, **words)
@@ -49,7 +52,21 @@ def limits(domain: PathDomain) -> list[ParallelCase]:
         heads = -(-(THREE_EACH[0] if group > 1 else MANY_HEADS) // share) * share
         many: dict[str, Any] = {"heads": heads, "value_heads": group * heads, "packed": not domain.batched}
         cases.append(_with_first_norm(domain, ParallelCase((tokens,), layout=layout, **(words | many))))
+    cases += _long(domain)
     return [case for case in cases if domain.outside(case) is None]
+
+
+def _long(domain: PathDomain) -> list[ParallelCase]:
+    """Return cases of over 33 chunks of 64 on each rank: two CP ranks, and two TP ranks with over 65,536 numbers to add up."""
+    if not (domain.computes and domain.longest >= LONGEST):
+        return []
+    words, layer = _few(domain), domain.operation == "gdn_layer"
+    words |= {"packed": domain.packed, "layout": domain.layouts[0]}
+    cases = [ParallelCase((MANY_TOKENS * words["cp"],), **words)] if words["cp"] > 1 else []
+    if layer and domain.tensor_parallel and domain.ranks > 1:
+        shared = {"tp": 2, "cp": 1, "heads": 2, "value_heads": 2, "hidden": HIDDEN}
+        cases.append(ParallelCase((MANY_TOKENS,), **(words | shared)))
+    return [_with_first_norm(domain, case) for case in cases]
 
 
 def unequal(domain: PathDomain) -> list[ParallelCase]:
@@ -160,8 +177,13 @@ def _drawn(
     else:
         lengths = _lengths(chance, domain, layout, unit, tokens, packed=packed, padded=padding != "none")
     share = tp * cp if layer else 1
+    # The ranks of a rule may share its heads too, if they can: those of q and k, or those of v alone.
+    if not (layer or domain.drawing.forms) and cp <= MOST_SHARED and "heads_a_rank" not in fixed and chance.random() < 1 / 2:
+        share = cp
     heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 and not large else (1,))
     value_heads = heads * (field("group", (1, 2) if large else (1, 2, 2, 3)) if domain.grouped_heads else 1)
+    if share == cp > 2 and not layer and domain.grouped_heads and chance.random() < 1 / 2:
+        heads, value_heads = 2, 2 * cp
     key_dim = field("key_dim", domain.widths)
     values = {}
     for name, choices in domain.choices:
@@ -281,7 +303,7 @@ def _lengths(
     if padded:
         drawn = [chance.choice(SHORT) for _ in range(count)]
     elif layout == "zigzag":
-        drawn = [unit * chance.choice((1, 1, 2, 3, 5, 8)) for _ in range(count)]
+        drawn = [unit * max(domain.least_piece, chance.choice((1, 1, 2, 3, 5, 8))) for _ in range(count)]
     else:
         total = unit * chance.randint(1, max(1, tokens // unit))
         cuts = sorted(chance.randint(0, total) for _ in range(count - 1))
