@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from properties.paths.case import ParallelCase
 from properties.paths.domain import PathDomain
 from properties.paths.laws import PATH_LAWS
 from properties.words.example import Example
+from tests import wrong_exchanges as exchanges
 from tests import wrong_ranks as paths
-from tests.drawn import in_a_check
+from tests.drawn import domain_in_a_check, in_a_check, spec_of
 from verify.adapters.base import PathAdapter
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
@@ -28,7 +30,7 @@ SHOWN: dict[type[PathAdapter], set[str]] = {
     paths.StateOfTheFirstRank: {"o", "final_state", "dh0"},
     paths.FinalStateOfTheLastRank: {"final_state"},
     paths.InitialStateOnEachRank: {"dh0"},
-    paths.DividesByDecays: {"o"},
+    paths.DividesByDecays: {"o", "dg"},
     paths.LayerDividesByDecays: {"y"},
     paths.NeverDoubles: {"o"},
     paths.KdaStateStopsAtRanks: {"y", "dA_log"},
@@ -38,7 +40,6 @@ SHOWN: dict[type[PathAdapter], set[str]] = {
 
 # What the cases have that show these, and no other case does.
 ONLY: dict[type[PathAdapter], tuple[str, Any]] = {
-    paths.DividesByDecays: ("gate", "strong"),
     paths.LayerDividesByDecays: ("gate", "strong"),
     paths.NeverDoubles: ("allow_neg_eigval", True),
     paths.GatesSummedWithTheirBias: ("dt_bias", False),
@@ -77,6 +78,39 @@ def test_the_law_earlier_sees_results_that_a_later_call_changes(kind: type[PathA
         assert {run(right, "earlier", example).verdict for right in rights} == {Verdict.HOLDS}
 
 
+@pytest.mark.parametrize(
+    ("mutant", "right"),
+    [
+        (exchanges.StepsBackwards, exchanges.HeadsOnRanks),
+        (exchanges.TilesSharedKeys, exchanges.HeadsOnRanks),
+        (exchanges.SlabsOf1024, paths.RuleOnRanks),
+        (exchanges.BucketTail, exchanges.Mutant),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+@pytest.mark.slow_after_first
+def test_a_check_sees_it_with_every_seed(mutant: type[PathAdapter], right: type[PathAdapter]) -> None:
+    domain = domain_in_a_check(spec_of(mutant))
+    for seed in range(3):
+        examples = sorted(in_a_check("parallel", domain, seed), key=lambda example: -example.case.tokens)
+        shows = (example for example in examples if execute(Run("parallel", spec_of(mutant), example)).verdict is Verdict.BROKEN)
+        found = next(shows, None)
+        assert found is not None, seed
+        spec = "zoo/Mutant" if right is exchanges.Mutant else spec_of(right)
+        assert execute(Run("parallel", spec, found)).verdict is Verdict.HOLDS
+
+
+def test_pieces_of_zigzag_are_those_of_each_sequence() -> None:
+    """A rank of two has tokens 0, 3, 4 and 7 of two sequences of four: pieces of one token."""
+    domain = PathDomain("causal_conv1d", context_parallel=True, tensor_parallel=False, least_piece=2, ranks=4)
+    words = {"operation": "causal_conv1d", "cp": 2, "packed": True, "layout": "zigzag"}
+    refused = "pieces of 1 tokens, under 2, are not supported"
+    assert [domain.outside(ParallelCase(lengths, **words)) for lengths in ((4, 4), (8, 4), (8, 0, 8))] == [refused, refused, None]
+    drawn_cases = [example.case for example in in_a_check("parallel", domain, 0)]
+    assert {case.layout for case in drawn_cases} >= {"zigzag"}
+    assert all(length >= 4 * case.cp for case in drawn_cases if case.layout == "zigzag" for length in case.padded if length)
+
+
 @pytest.mark.parametrize("mutant", ONLY)
 @pytest.mark.slow
 def test_cases_without_that_word_do_not_show_it(mutant: type[PathAdapter]) -> None:
@@ -88,13 +122,15 @@ def test_cases_without_that_word_do_not_show_it(mutant: type[PathAdapter]) -> No
         assert not broken or run(right, "parallel", example).verdict is Verdict.HOLDS, str(example)
 
 
-@pytest.mark.parametrize("right", [paths.Contiguous, paths.RuleOnRanks, paths.RuleThatSteps, paths.KdaLayerOnRanks])
+@pytest.mark.parametrize(
+    "right", [paths.Contiguous, paths.RuleOnRanks, paths.RuleThatSteps, paths.KdaLayerOnRanks, exchanges.HeadsOnRanks]
+)
 @pytest.mark.slow_after_first
 def test_a_right_path_holds_every_law(right: type[PathAdapter]) -> None:
     for law in PATH_LAWS:
         if PATH_LAWS[law].needs(right.domain) is None:
             for example in drawn(law, right.domain)[:5]:
-                outcome = run(right, law, example)
+                outcome = execute(Run(law, spec_of(right), example))
                 assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (law, str(example), outcome.findings, outcome.reason)
 
 
