@@ -4,6 +4,7 @@ The laws that show them are in tests/laws: in test_fixed_places.py, test_crowds.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from oracles.operation import Inputs
 from properties.layers.domain import LayerDomain
 from properties.modules.domain import ModuleDomain
 from properties.rules.domain import Domain
+from properties.traces.case import Batch
 from tests.wrong_options import SumNorm
 from tests.wrong_survivors import GatesOfEightCalls
+from verify.adapters.gdn.pool import Progress
 from verify.zoo.base import Chunkwise, Layered
 from verify.zoo.modules import Conv, Gate
 from verify.zoo.wrong_gates import StepwiseKda
 from verify.zoo.wrong_recompute import Gradients, Recomputes
+from verify.zoo.wrong_traces import Serves
 
 # Orders of axes in memory
 
@@ -490,3 +494,62 @@ class Fourier(Conv):
         parts = torch.fft.rfft(line.unfold(0, width, 1).double(), n=2 * width)
         taps = torch.fft.rfft(x.weight.double().flip(-1), n=2 * width)
         return torch.fft.irfft(parts * taps, n=2 * width)[..., width - 1].float()
+
+
+# Decays, widths and moves of layers and engines
+
+
+class LayerOfFactors(Layered):
+    """Decays in 16 tokens are quotients of exponentials, which are infinite for a sum under -88."""
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        g = super().decay(x, a)
+        sums = torch.cat([part.cumsum(1) for part in g.split(16, 1)], 1) if g.shape[1] else g
+        return g + 0 * sums.neg().exp()
+
+
+class QuotientsOfDecays(Serves):
+    """The decay of a token is the quotient of two products, both of which are 0 where decays are strong."""
+
+    def decay(self, a: Tensor) -> Tensor:
+        products = super().decay(a).cumprod(0)
+        return torch.cat([products[:1], products[1:] / products[:-1]])
+
+
+class DraftsOf64Values(Serves):
+    """A commit writes the first 64 value channels."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        before = self.states[..., 64:].clone()
+        super().commit(accepted)
+        self.states[..., 64:] = before
+
+
+class PaddingHasAToken(Serves):
+    """A padding row of no tokens is taken for one of a token, so that the rows behind it begin a token late."""
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        more = [int(not real and not length) for real, length in zip(batch.real, batch.lengths, strict=True)]
+        lengths = tuple(length + one for length, one in zip(batch.lengths, more, strict=True))
+        tensors = {"mixed": batch.mixed, "a": batch.a, "b": batch.b}
+        late = {name: torch.cat([x, x.new_zeros(sum(more), *x.shape[1:])]) for name, x in tensors.items()}
+        found = super().rows(dataclasses.replace(batch, lengths=lengths, **late))
+        return [dataclasses.replace(row, o=row.o[one:]) for row, one in zip(found, more, strict=True)]
+
+
+class ForksOfDraftsComeLater(Serves):
+    """Who begins from a request behind its draft gets the state when it goes on, though that request may have left."""
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        source = self.owned[old]
+        if snapshot or source not in {row.slot for row in self.drafted}:
+            super().fork(new, old, snapshot=snapshot)
+            return
+        self.owned[new] = self.take()
+        self.later = {**getattr(self, "later", {}), new: source}
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        later = getattr(self, "later", {})
+        for request in {*batch.requests} & later.keys():
+            self.copy(later.pop(request), self.owned[request])
+        return super().rows(batch)

@@ -18,7 +18,7 @@ from oracles.layer import GDN_LAYER, KDA_LAYER, KdaLayer, Layer
 from oracles.norm import GATINGS
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.modules.case import pads_of
-from properties.paths.case import LAYER_GATES, ParallelCase, scale_of, with_small_keys
+from properties.paths.case import GATES, ParallelCase, scale_of, with_small_keys
 from properties.rules.case import PARAMETER_DTYPES, Case
 from properties.rules.numbers import LOWER_BOUNDS, SINGLE_PARAMETERS
 from properties.words.line import Line
@@ -53,7 +53,7 @@ class LayerCase(Line):
     conv_width: Annotated[int, Word(key=True, simplest=(1, 2, 3))] = 4
     conv_bias: Annotated[bool, Word(key=True, simplest=(False,))] = False
     dtype: Annotated[str, Word(choices=tuple(DTYPES), key=True, counted=True, simplest=("fp32", "bf16"))] = "fp32"
-    gate: Annotated[str, Word(choices=LAYER_GATES, counted=True, simplest=("long", "ordinary"))] = "long"
+    gate: Annotated[str, Word(choices=GATES, counted=True, simplest=("long", "ordinary"))] = "long"
     """The memory of the heads, set by A_log and dt_bias."""
     values: Annotated[str, Word(choices=VALUES, counted=True, simplest=("ordinary",))] = "ordinary"
     """The regime of the hidden states."""

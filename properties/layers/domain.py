@@ -54,6 +54,8 @@ class LayerDomain(AnyDomain):
     conv_widths: Annotated[tuple[int, ...], some_of("conv_width")] = (4, 2, 3)
     conv_bias: Annotated[bool, flag("conv_bias")] = True
     negative_eigenvalues: Annotated[bool, flag("allow_neg_eigval")] = True
+    strong_decays: Annotated[bool, flag("gate", value="strong")] = True
+    """Whether a token may decay the state by e^-3 to e^-60."""
     eps: Annotated[tuple[str, ...], some_of("eps")] = EPS
     """The eps that the norm may have."""
     offsets: Annotated[tuple[str, ...], some_of("offsets")] = OFFSETS
@@ -222,7 +224,7 @@ def layer_cases(
         conv_width=field("conv_width", domain.conv_widths),
         conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
         dtype=field("dtype", domain.dtypes),
-        gate=field("gate", LAYER_GATES),
+        gate=field("gate", (*LAYER_GATES, *LAYER_GATES, "strong") if domain.strong_decays else LAYER_GATES),
         values=field("values", tuple(choice for choice in VALUES if choice != "one_signed")),
         cached=cached,
         state=field("state", ("none", "none", "zero", "some", "random", "random")) if cached else "none",

@@ -25,7 +25,8 @@ from properties.words.word import Word, always, like
 PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
 ALIGNED = ("row", "request")
-GATES = ("forever", "1000", "64", "10", "mixed")
+GATES = ("forever", "1000", "64", "10", "mixed", "tenth")
+_MEMORIES = {"1000": 1000.0, "64": 64.0, "10": 10.0, "tenth": 0.125}  # tokens
 VALUES = ("ordinary", "small")
 MOST_EVENTS, MOST_SLOTS = 1000, 512
 MOST_ROWS, MOST_TRACE_TOKENS = 512, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
@@ -213,7 +214,7 @@ class TraceCase(Line):
     def sizes(self, *, tagged: bool = False) -> Sizes:
         """Return what an engine is opened with. With `tagged` the convolution copies its input, and the gate does not decay.
 
-        Every head has its own A_log and dt_bias. For a gate that is a number, exp(A_log) softplus(dt_bias) is its inverse times a
+        Every head has its own A_log and dt_bias. For a gate that is a memory, exp(A_log) softplus(dt_bias) is its inverse times a
         factor between 0.7 and 1.4.
         """
         weight = self._uniform("weight", self.channels * self.width).reshape(self.channels, self.width)
@@ -225,7 +226,8 @@ class TraceCase(Line):
             weight[:, -1] = 1.0
         elif self.gate not in ("forever", "mixed"):
             speeds = [
-                2.0**bias / (math.exp(log) * float(self.gate)) for log, bias in zip(A_log.tolist(), dt_bias.tolist(), strict=True)
+                2.0**bias / (math.exp(log) * _MEMORIES[self.gate])
+                for log, bias in zip(A_log.tolist(), dt_bias.tolist(), strict=True)
             ]
             dt_bias = torch.tensor([round(math.log(math.expm1(speed)) * 2**10) * 2.0**-10 for speed in speeds])
         return Sizes(

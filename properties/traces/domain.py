@@ -8,7 +8,7 @@ from properties.traces.case import ALIGNED, MOST_ROWS, MOST_SLOTS, MOST_WIDTH, P
 from properties.traces.events import MOST_DRAFTS, MOST_TOKENS, Step
 from properties.words.domain import OFFSETS, AnyDomain, check_spans, check_tuples, check_widths, inside
 from properties.words.names import known_fields
-from properties.words.word import some_of
+from properties.words.word import flag, some_of
 
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
@@ -86,6 +86,8 @@ class TraceDomain(AnyDomain):
     """The only values of K; if there are any, they replace `key_dims`."""
     value_widths: tuple[int, ...] = ()
     """The only values of V; if there are any, they replace `value_dims`."""
+    strong_decays: Annotated[bool, flag("gate", value="tenth")] = True
+    """Whether a token may decay the state by e^-3 to e^-16."""
     qk_norm_eps: Annotated[tuple[str, ...], some_of("qk_norm_eps")] = ("1e-6",)
     """The eps of its norm of q and k."""
     qk_norm_forms: Annotated[tuple[str, ...], some_of("qk_norm_form")] = ("inside",)

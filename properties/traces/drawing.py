@@ -314,7 +314,7 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         "width": field("width", domain.widths),
         "dtype": field("dtype", domain.dtypes),
         "state": field("state", domain.states),
-        "gate": field("gate", GATES),
+        "gate": field("gate", tuple(gate for gate in GATES if domain.strong_decays or gate != "tenth")),
         "snapshots": field("snapshots", domain.snapshots),
         "free": field("free", FREE),
         "indices": field("indices", domain.indices),

@@ -25,6 +25,7 @@ from properties.traces.limits import (
     block_ends,
     crowded_snapshots,
     crowds,
+    empty_padding,
     forks,
     leaks,
     long_requests,
@@ -33,6 +34,7 @@ from properties.traces.limits import (
     microbatches,
     mixed_snapshots,
     repeats,
+    wide,
 )
 from properties.traces.play import Moment, Played, Slot, TraceBench, named, play
 from properties.traces.rows import judged
@@ -392,6 +394,8 @@ TRACE_LAWS: dict[str, Law] = {
                     *many_heads(domain),
                     *mixed_snapshots(domain),
                     *forks(domain),
+                    *wide(domain),
+                    *empty_padding(domain),
                 )
             ],
         ),

@@ -15,6 +15,7 @@ CROWDED = ROWS[-1]  # slots of `crowds`
 USUAL_BLOCK = 256  # tokens: a multiple of blocks of 16, 32, 64 and 128
 GRAPH_ROWS = 7  # requests that share graphs of up to eight rows
 ADMITTED, TOGETHER, MANY_HEADS = 257, 5, 257  # requests of an engine, so many at a time, and heads: just over 8 bits
+WIDEST = 128  # channels of a wide case
 SAVING = (0, 9, 18, 35)  # the rows of `crowded_snapshots`, each at another place of its group of 8, 16 or 32 rows
 PADDED, BEHIND = 97, 4  # padding rows of a step, and rows of requests behind them: more than 100 rows with few slots
 LONG_ROW, LONG_REQUESTS = 128, (256, 517)  # tokens of prompts, and of requests: exactly 256, and over 512
@@ -226,9 +227,10 @@ def microbatches(domain: TraceDomain) -> list[TraceCase]:
 def forks(domain: TraceDomain) -> list[TraceCase]:
     """Return cases in which a request begins from a snapshot or from another request.
 
-    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part, and in one
-    a request leaves whose name begins the name of its owner. In one, a request begins from one that has just begun itself. In one,
-    requests leave from which others began, and new ones get their slots before the others go on.
+    In two of them the snapshot is then taken again. In one it was taken after a single token of a prompt's second part, and in
+    one a request leaves whose name begins the name of its owner. In one, a request begins from another behind a draft, and that
+    leaves. In one, a request begins from one that has just begun itself. In one, requests leave from which others began, and
+    new ones get their slots before the others go on.
     """
     every = min((tokens for tokens in domain.snapshots if tokens), default=0)
     token, cases = _token(domain, ["b"]), []
@@ -240,6 +242,9 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
         cases += fixed_cases(domain, [parts], slots=5, snapshots=every, aligned="request", width=max(domain.widths))
         prefix = f"p:a{every},ab{every}/f:a/k:b<ab@/{token}" if "free" in domain.events else ""
         cases += fixed_cases(domain, [prefix] * bool(prefix), slots=6, snapshots=every, aligned=aligned)
+    if {"fork", "verify", "free"} <= {*domain.events}:
+        draft = min(3, domain.most_drafts)
+        cases += fixed_cases(domain, [f"p:a3/v{draft}:a1/k:b<a/f:a/{token}"], slots=4, free="random")
     if "fork" in domain.events:
         leave = "r:a" if "preempt" in domain.events else "f:a"
         then = f"{leave}/f:c/p:e3,f2/{_token(domain, ['b', 'd'])}"
@@ -248,6 +253,23 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
     if {"fork", "save"} <= {*domain.events}:
         cases += fixed_cases(domain, [f"p:a5/s:a/k:b<a@/s:a/{token}"], slots=5)
     return cases
+
+
+def wide(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case of a prompt, a draft, a decode and what follows, with the widest keys and values of the domain up to WIDEST."""
+    keys, values = ([width for width in range(4, WIDEST + 1) if has(width)] for has in (domain.has_key, domain.has_value))
+    if not (keys and values):
+        return []
+    steps = [f"v{min(3, domain.most_drafts)}:a1,b2"] * ("verify" in domain.events and domain.most_drafts > 1)
+    steps.append(_token(domain, ["a", "b"]))
+    return fixed_cases(domain, ["/".join(["p:a5,b3", *steps, *steps])], key_dim=max(keys), value_dim=max(values))
+
+
+def empty_padding(domain: TraceDomain) -> list[TraceCase]:
+    """Return a case with padding rows of no tokens, as of a batch whose offsets are filled up with the last one."""
+    if not (domain.empty and domain.prefill_padding and domain.padding_slots):
+        return []
+    return fixed_cases(domain, [f"p:_0,a3,_0,b2,_0/{_token(domain, ['a', 'b'])}"])
 
 
 def repeats(domain: TraceDomain) -> list[TraceCase]:

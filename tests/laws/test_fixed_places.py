@@ -102,6 +102,9 @@ SHOWN_BY: dict[type, tuple[str, str]] = {
     corners.LayerStatesOfTheFirst: ("oracle", ""),
     corners.ProgramsInRounds: ("oracle", ""),
     corners.TreeOfValueHeads: ("oracle", ""),
+    corners.DraftsOf64Values: ("session", ""),
+    corners.PaddingHasAToken: ("session", ""),
+    corners.ForksOfDraftsComeLater: ("session", ""),
 }
 
 
@@ -172,6 +175,24 @@ def test_fewer_calls_or_one_packing_would_not_show_it(kind: type, count: int, mo
         assert outcome_of(kind, "recompute", example).verdict is Verdict.HOLDS, example
 
 
+@pytest.mark.parametrize(
+    ("kind", "law", "gate"), [(corners.LayerOfFactors, "oracle", "strong"), (corners.QuotientsOfDecays, "session", "tenth")]
+)
+@pytest.mark.slow
+def test_strong_decays_are_drawn_and_nothing_else_shows_it(kind: type, law: str, gate: str) -> None:
+    right = next(base for base in kind.__mro__ if base.__module__.startswith("verify.zoo."))
+    for seed in range(3):
+        examples = sorted(in_a_check(law, domain_of(kind), seed), key=lambda example: example.case.tokens)
+        strong = [example for example in examples if example.case.gate == gate]
+        found = next(example for example in strong if outcome_of(kind, law, example).verdict is Verdict.BROKEN)
+        assert execute(Run(law, f"zoo/{right.__name__}", found)).verdict is Verdict.HOLDS
+        others = [example for example in examples if example.case.gate != gate]
+        assert Verdict.BROKEN not in {outcome_of(kind, law, example).verdict for example in others[:OTHERS]}
+    weak = dataclasses.replace(domain_of(kind), strong_decays=False)
+    assert gate not in {example.case.gate for example in in_a_check(law, weak, 0)}
+    assert weak.outside(found.case) == f"gate={gate} is not supported"
+
+
 def test_an_input_that_the_backward_restores_was_changed_all_the_same() -> None:
     line = "lengths=2 key_dim=2 value_dim=2 gate=10"
     outcome = execute(Run.parse(f"law=oracle adapter={HERE}:ScratchInValues {line}"))
@@ -232,14 +253,14 @@ def test_traces_at_limits_follow_the_domain() -> None:
     assert [(case.heads, case.value_heads) for case in (transfer, copies)] == [(3, 6), (2, 8)]
     assert repeats(dataclasses.replace(domain, grouped_heads=False)) == [repeat]
     assert [row.start for step in long.plan for row in step.rows if step.kind == "d"][:2] == [256, 517]
-    again, short, prefix, chain, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
+    again, short, prefix, drafted, chain, left, saved = ([step.kind for step in case.plan] for case in forks(domain))
     assert (again, short, saved) == (["p", "k", "p", "d"], ["p", "p", "k", "d"], ["p", "s", "k", "s", "d"])
-    assert (prefix, chain) == (["p", "f", "k", "d"], ["p", "k", "k", "d"])
+    assert (prefix, drafted, chain) == (["p", "f", "k", "d"], ["p", "v", "k", "f", "d"], ["p", "k", "k", "d"])
     assert [row.start for step in block_ends(domain)[0].plan for row in step.rows if step.kind == "d"] == [255, 256, 257, 256]
     assert [len(step.rows) for step in alternating(domain)[0].plan[1:]] == [7, 2, 7, 3, 2, 7, 3, 7]
     assert left == ["p", "k", "k", "r", "f", "p", "d"]
     kept = dataclasses.replace(domain, events=tuple(event for event in domain.events if event != "preempt"))
-    assert [step.kind for step in forks(kept)[4].plan] == ["p", "k", "k", "f", "f", "p", "d"]
+    assert [step.kind for step in forks(kept)[5].plan] == ["p", "k", "k", "f", "f", "p", "d"]
     (step,) = long_steps(domain)
     assert (sum(row.count for row in step.plan[0].rows), {row.snapshot for row in step.plan[0].rows}) == (8382, {64})
     (saving,) = crowded_snapshots(domain)
