@@ -20,6 +20,7 @@ from verify.adapters.files_adapter import FilesAdapter
 from verify.adapters.onnx_adapter import OnnxAdapter
 from verify.adapters.process_adapter import ProcessAdapter
 
+CLOSE_FIELD = 0.85  # a field of the domain has a short name such as `scale`, and an author's own attribute may be `stale`
 CLOSE = 0.75  # `chunks`, `folded` and `counter_part` are this close to what was meant, `blocks` is to nothing
 FOREIGN = (ArrayAdapter, CLibrary, FilesAdapter, OnnxAdapter, ProcessAdapter)
 BASES = (Adapter, PathAdapter, TraceAdapter)
@@ -77,7 +78,7 @@ def _meant(adapter: Any, kind: type, name: str, value: Any, beside: Mapping[str,
     if strange := next((other for other in BASES if name in _public(other)), None):
         return f"only {strange.__name__} has it, and this is {kind.__name__}: leave it out"
     fields = {field.name: getattr(adapter.domain, field.name) for field in dataclasses.fields(adapter.domain)}
-    near = _nearest(name, fields)
+    near = _nearest(name, fields, CLOSE_FIELD)
     if near is None or (near == name and fields[near] == value):
         return None
     if near != name and (near in beside or beside is vars(adapter)):  # what an instance holds may have any such name
@@ -90,14 +91,14 @@ def _question(name: str, names: Iterable[str], beside: Mapping[str, Any]) -> str
     return None if near is None or near in beside else f"did you mean {near}?"
 
 
-def _nearest(name: str, names: Iterable[str]) -> str | None:
+def _nearest(name: str, names: Iterable[str], close: float = CLOSE) -> str | None:
     """The name that is close to another one, where case and underscores do not count.
 
     Both begin with the same letter: `most` is a usual name, and no misspelt `cost`.
     """
     asked = name.replace("_", "").lower()
     plain = {other.replace("_", "").lower(): other for other in names}
-    near = difflib.get_close_matches(asked, [other for other in plain if other[:1] == asked[:1]], 1, CLOSE)
+    near = difflib.get_close_matches(asked, [other for other in plain if other[:1] == asked[:1]], 1, close)
     return plain[near[0]] if near else None
 
 

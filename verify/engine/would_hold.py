@@ -123,8 +123,11 @@ def _roundings(described: Described, runs: Sequence[Run]) -> list[Declaration]:
         ways.append(Declaration("chunk = None", {"chunk": None}))
         longest = max((length for run in runs for length in getattr(run.example.case, "lengths", ())), default=0)
         ways += [Declaration(f"chunk = {chunk}", {"chunk": chunk}) for chunk in LONG_CHUNKS if longest > LONG]
-        if described.products == "ieee" and all(run.device != "cpu" for run in runs):
+        on_cpu = [run.device == "cpu" for run in runs]
+        if described.products == "ieee" and not any(on_cpu):
             ways.append(Declaration("products = 'tf32'", products="tf32"))
+        if described.products == "tf32" and all(on_cpu):  # there the declaration does not count: the interpreter has no TF32
+            ways.append(Declaration("products = 'tf32' on a CPU too, as --products tf32 does", products="tf32"))
         return ways
     if described.algorithm == "recurrent":
         return [Declaration("stores = True", {"stores": True}), Declaration("algorithm = 'chunkwise'", {"algorithm": "chunkwise"})]

@@ -181,6 +181,7 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared:
     if not bool(over.any()):
         return None, rows, float(ratio.flatten()[worst])
     first = int(over.flatten().nonzero()[0])
+    begin, got, expected = _some(wide, want, worst, error.ndim)
     bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
         pair.name,
@@ -193,8 +194,9 @@ def _row_by_row(pair: Pair, bound: Bound, where: Where, lay_out: LayOut, spared:
         float(error.flatten()[worst]),
         float(bound.allowed.flatten()[worst]),
         bound.origin,
-        _some(wide, worst, error.ndim),
-        _some(want, worst, error.ndim),
+        got,
+        expected,
+        begin=begin,
         port=pair.port,
         picture=_picture(ratio.where(error.isfinite() | ~limited, error), lay_out(pair, error.shape)),
     )
@@ -271,6 +273,17 @@ def _picture(ratio: Tensor, layout: Layout | None) -> Picture | None:
     return None if layout is None else drawn(ratio, layout)
 
 
-def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
-    """The first four numbers of a row, or its single number if each number of x is a row (`axes` == x.ndim)."""
-    return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
+def _some(got: Tensor, want: Tensor, row: int, axes: int) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    """Return a place in a row, and four numbers from there on of that row and of the expected one.
+
+    The place is 0 or, if the first four hardly differ, that of the largest difference. If each number is a row (`axes` is
+    got.ndim), there is one number.
+    """
+    if axes == got.ndim:
+        return 0, (float(got.flatten()[row]),), (float(want.flatten()[row]),)
+    rows = [x.flatten(0, -2)[row] for x in (got, want)]
+    off = (rows[0] - rows[1]).abs().nan_to_num(torch.inf, torch.inf)
+    most = int(off.argmax())
+    begin = most if bool(off[:4].max() < off[most] / 16) else 0
+    some = [tuple(x[begin : begin + 4].tolist()) for x in rows]
+    return begin, some[0], some[1]

@@ -293,7 +293,7 @@ def _agrees(reference: Callable[[dict[str, Any]], dict[str, Tensor]], inputs: In
 def _row(x: Tensor, finding: Finding, *, scalar: bool) -> tuple[int, ...]:
     """The index of the row that the finding shows."""
     rows, got = x.detach().double().cpu(), torch.tensor(finding.got, dtype=torch.float64)
-    first = (rows.unsqueeze(-1) if scalar else rows)[..., : len(got)]
+    first = (rows.unsqueeze(-1) if scalar else rows)[..., finding.begin : finding.begin + len(got)]
     places = ((first == got) | (first.isnan() & got.isnan())).all(-1).nonzero().tolist()
     if not places or not len(got):
         raise NoScript("the call does not give the same numbers again")

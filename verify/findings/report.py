@@ -303,7 +303,8 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
                 f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"
             )
             lines.append(f"    rows over  {finding.rows_over} of {finding.rows}, the first is {finding.first}")
-            lines.append("    got        " + _numbers(finding.got))
+            where = f"  from channel {finding.begin} on" if finding.begin else ""
+            lines.append("    got        " + _numbers(finding.got) + where)
             lines.append("    want       " + _numbers(finding.want))
     if len(findings) > most:
         lines.append(f"  and {len(findings) - most} more: {', '.join(finding.place for finding in findings[most:])}")

@@ -70,6 +70,7 @@ class Finding:
     - `error`, `allowed`: the error of the worst row (its 2-norm) and its tolerance
     - `origin`: where that tolerance comes from, in words
     - `got`, `want`: the first numbers of the worst row, as returned and as expected
+    - `begin`: the place in the row at which they begin: not 0 if the first numbers hardly differ
     - `detail`: the part of `what` that must stay the same while the case shrinks, such as the name of an exception
     - `ranks`: for a path, the ranks that found it
     - `wrote`: of a call that raised, the last lines that its process, and those beside it, wrote to stdout and stderr meanwhile
@@ -96,6 +97,7 @@ class Finding:
     port: str = ""
     picture: Picture | None = dataclasses.field(default=None, compare=False)
     source: str = ""
+    begin: int = 0
 
     def __post_init__(self) -> None:
         if not self.port:
