@@ -38,7 +38,7 @@ def known(line: str, where: str, **more: object) -> Known:
 def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
     spec = "zoo/AddsStateTwice"
     defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")
-    profile = Profile("more", 24)
+    profile = Profile("more", 40)
     (report,) = checked(spec, ["recall"], workers, store, defects=[defect], profile=profile)
     assert report.verdict is Verdict.HOLDS, report
     assert report.counts[Verdict.KNOWN] > 0
