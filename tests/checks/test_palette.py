@@ -36,7 +36,7 @@ from properties.pools import domain as pools
 from properties.pools.case import PoolCase
 from properties.pools.domain import PoolDomain
 from properties.rules import drawing as strategies
-from properties.rules.case import IN_KERNEL, Case
+from properties.rules.case import IN_KERNEL, STATES, Case
 from properties.rules.domain import Domain
 from properties.rules.drawing import FAR_HEADS, HEADS, UNEVEN
 from properties.rules.laws import LAWS
@@ -121,10 +121,10 @@ def text(examples: list[Example]) -> str:
 # What these seeds draw. It is neither right nor wrong, but if it changes, every seed draws other cases. It last changed when
 # keys and values got 129, 193 and 200 channels.
 BEFORE = {
-    "everything": (Domain(), "e97bd79ee993633e"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "78298a0ff93b8a6d"),
-    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "9a90e8da878c54c0"),
-    "narrow": (NARROW, "0c3e00f00832723f"),
+    "everything": (Domain(), "8a747aa66716b09d"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "125a8c265d603ab8"),
+    "the delta rule": (Domain(operation="delta_rule", width_step=16, empty=False), "cc739fd576b8f9f7"),
+    "narrow": (NARROW, "5cb1275858f9d90f"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
@@ -343,7 +343,7 @@ def test_twenty_seeds_draw_all_there_is(twenty: list[Palette]) -> None:
         "key_dim": WIDTHS,
         "value_dim": WIDTHS,
         "dtype": EVERY.dtypes,
-        "state": ("none", "zero", "random"),
+        "state": STATES,
         "scale": ("default", "one", "half"),
         "qk_norm": (False, True),
         "packed": (False, True),
