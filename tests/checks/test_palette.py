@@ -340,8 +340,6 @@ def twenty() -> list[Palette]:
 def test_twenty_seeds_draw_all_there_is(twenty: list[Palette]) -> None:
     entries = [entry for one_palette in twenty for entry in one_palette.entries]
     for name, choices in {
-        "key_dim": WIDTHS,
-        "value_dim": WIDTHS,
         "dtype": EVERY.dtypes,
         "state": STATES,
         "scale": ("default", "one", "half"),
@@ -353,6 +351,7 @@ def test_twenty_seeds_draw_all_there_is(twenty: list[Palette]) -> None:
         "offsets": ("int32", "int64"),
     }.items():
         assert {getattr(entry, name) for entry in entries} == set(choices), name
+    assert {width for entry in entries for width in (entry.key_dim, entry.value_dim)} == {*WIDTHS}
     assert {(entry.heads, entry.value_heads) for entry in entries} == {*HEADS, *FAR_HEADS}
     assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2, 3, 5}
     assert any(entry.beta == "two" and entry.beta_inside for entry in entries)
