@@ -71,7 +71,7 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
 
     - `checkpoint`, `reentrant`: under torch.utils.checkpoint, which runs the forward again in the backward.
     - `offloaded`: saved tensors are copied to the CPU and back, with their strides and then contiguous.
-    - `twice`: the graph is retained, and the backward runs twice, with other cotangents first.
+    - `twice`: the graph is retained, and the backward runs again, behind two with other cotangents.
     - `between`: LATER other calls with other numbers and settings come between forward and backward. The backward of the last one
       begins inside that of the first. That of the last but one comes at the end, and gives what it gives after a plain call too.
     - `cleared`: the caller puts zeros into all inputs, and in another call into all outputs, between forward and backward. Tensors

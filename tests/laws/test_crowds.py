@@ -57,9 +57,21 @@ def test_the_backward_of_such_a_batch_has_no_tolerances() -> None:
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 128)
-    assert [cases.count(case) for case in limits(SIZED)] == [1] * 17
-    _, many, mean, one, step, heads, three, seventeen, ratio, batch, largest, *two = limits(SIZED)
-    assert {case.state for case in limits(SIZED)} == {"random"}
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 24
+    _, many, mean, one, step, heads, three, seventeen, ratio, six, eleven, batch, largest, stateless, *runs = limits(SIZED)
+    runs, two = runs[:4], runs[4:]
+    without, some = (largest, stateless), [case for case in runs if case.beta != "runs"]
+    assert {case.state for case in limits(SIZED) if case not in (*without, *some)} == {"random"}
+    assert [(case.value_heads, case.heads, case.tokens) for case in (six, eleven)] == [(6, 1, 3), (11, 1, 3)]
+    assert [case.state for case in (*without, *some)] == ["none", "none", "some", "some"]
+    assert [(case.seed, case.gate, case.beta) for case in runs] == [
+        (0, "runs", "runs"),
+        (0, "64", "ordinary"),
+        (1, "runs", "runs"),
+        (1, "64", "ordinary"),
+    ]
+    assert {(case.lengths, case.packed) for case in some} == {((3, 2, 3), True)}
+    assert (len(stateless.lengths), stateless.packed, stateless.backward) == (MOST_ROWS, True, False)
     assert [case.in_kernel for case in limits(dataclasses.replace(SIZED, in_kernel=("none", "gate", "both")))[5:9]] == [
         "none",
         "none",
@@ -88,9 +100,10 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
         (1, 0, 2, 1, 1),
     ]
     dense = limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))
-    assert dense[1:] == [heads, batch, largest, *two[1:4]]
+    assert dense[1:] == [heads, batch, largest, *runs[::2], *two[1:4]]
     short = limits(dataclasses.replace(SIZED, longest=1))
-    assert [len(case.lengths) for case in short] == [65, MANY_SEQUENCES, 3, 1, 1, 1, 1, MANY_ROWS, MOST_ROWS, 41, 133, 1, 1, 3, 1]
+    counts = [65, MANY_SEQUENCES, 3, *[1] * 6, MANY_ROWS, MOST_ROWS, MOST_ROWS, 1, 3, 1, 3, 41, 133, 1, 1, 3, 1]
+    assert [len(case.lengths) for case in short] == counts
     assert limits(dataclasses.replace(SIZED, length_step=16))[3].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []
 

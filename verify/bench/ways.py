@@ -92,9 +92,10 @@ class Dense(Offloaded):
 
 
 class Twice(Plain):
-    """The graph is retained, and the gradients are those of a second backward. The first one has other cotangents.
+    """The graph is retained, and the gradients are those of a later backward, behind two with other cotangents.
 
-    The second ones are new tensors in the memory of the first ones, as an allocator may place them; their versions are the same.
+    Those of the first stay as they are. Those of the last are new tensors in the memory of the second ones, as an allocator may
+    place them; their versions are the same.
     """
 
     def gradients(self, outputs: list[Tensor], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Gradients:
@@ -103,11 +104,10 @@ class Twice(Plain):
         def placed(factor: float) -> list[Tensor]:
             for place, x in zip(memory, cotangents, strict=True):
                 place.copy_(factor * x)
-            return [
-                torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), 0, x.shape, x.stride()) for x in memory
-            ]
+            return [x.new_empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride()) for x in memory]
 
-        torch.autograd.grad(outputs, [*leaves.values()], placed(-2.0), allow_unused=True, retain_graph=True)
+        for others in ([-2 * x for x in cotangents], placed(-4.0)):
+            torch.autograd.grad(outputs, [*leaves.values()], others, allow_unused=True, retain_graph=True)
         return super().gradients(outputs, leaves, placed(1.0))
 
 
