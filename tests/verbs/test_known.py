@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -194,8 +195,16 @@ def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
     assert resembling(dataclasses.replace(run, law="recompute"))
     assert not defects.resembling(dataclasses.replace(run, law="recompute"), exact)
     assert not resembling(Run.parse(str(run).replace("dtype=fp16", "dtype=bf16")))
+    behind = dataclasses.replace(defect, run=Run.parse(f"{with_lengths(LINE, '0+3')} packed=yes"))
+    for lengths, alike in (("2+0+1", [behind]), ("3", []), ("2+1", [])):
+        like = Run.parse(f"{with_lengths(str(run), lengths)} packed=yes")
+        assert known.KnownDefects([behind]).resembling(like, broken) == alike, lengths
     elsewhere = dataclasses.replace(defect, run=dataclasses.replace(defect.run, device="cuda"))
     assert not known.KnownDefects([elsewhere]).resembling(run, Outcome(Verdict.BROKEN, []))
+
+
+def with_lengths(line: str, lengths: str) -> str:
+    return re.sub(r"lengths=\S+", f"lengths={lengths}", line)
 
 
 @pytest.mark.usefixtures("released")

@@ -97,7 +97,13 @@ class Known:
         return here and self.applies(run.device, gpu) and self._about(run)
 
     def resembles(self, run: Run, findings: Sequence[Finding]) -> bool:
-        """Whether a broken run of any adapter and versions looks like this defect: the same operation, law, words and outputs."""
+        """Whether a broken run of any adapter and versions looks like this defect: the same operation, law, words and outputs.
+
+        If the defect needs a sequence without tokens, which its line then has, so does a run that looks like it.
+        """
+        needed, had = (0 in getattr(case, "lengths", ()) for case in (self.run.example.case, run.example.case))
+        if needed and not had:
+            return False
         kinds = [(type(case), case.words().get("op")) for case in (run.example.case, self.run.example.case)]
         explained = not self.outputs or all(self._explains(finding, {*self.outputs}) for finding in findings)
         here = kinds[0] == kinds[1] and self._in(run.law)
