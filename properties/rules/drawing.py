@@ -141,9 +141,10 @@ def _in_runs(domain: Domain, up: Callable[[int], int]) -> Iterator[Case | None]:
     The two seeds begin with another one.
     """
     usual = conventions(domain)
+    beta = "runs" if usual["beta"] == "ordinary" else usual["beta"]
     gate: dict[str, Any] = {"gate": "runs"} if "runs" in gates_of(domain, usual["in_kernel"], usual) else {}
     for seed in (0, 1):
-        words: dict[str, Any] = {"lengths": (up(TOKENS_OF_RUNS),), "packed": not domain.batched, "beta": "runs", "seed": seed}
+        words: dict[str, Any] = {"lengths": (up(TOKENS_OF_RUNS),), "packed": not domain.batched, "beta": beta, "seed": seed}
         yield _narrow_case(domain, **words, **gate) or _narrow_case(domain, **words)
         if domain.initial_state:
             yield _narrow_case(domain, lengths=(up(3), up(2), up(3)), packed=True, state="some", seed=seed)
@@ -229,7 +230,8 @@ def _narrow_case(domain: Domain, least_key: int = 1, least_value: int = 1, insid
         return None
     fixed = {**conventions(domain, inside), "final_states": domain.final_states_of(packed=words.get("packed", False))}
     case = Case(key_dim=keys[0], value_dim=values[0], **{**fixed, "backward": domain.backward, **words})
-    with_state = case if "state" in words else dataclasses.replace(case, state="random", state_dtype=domain.state_dtypes[0])
+    states: dict[str, Any] = {"state": words.get("state", "random"), "state_dtype": domain.state_dtypes[0]}
+    with_state = dataclasses.replace(case, **states) if states["state"] != "none" else case
     return next((one for one in (with_state, case) if domain.outside(one) is None), None)
 
 
