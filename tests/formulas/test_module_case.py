@@ -40,6 +40,7 @@ KNOWN = (
     ("lengths=9 op=gated_rms_norm values=one_signed seed=10", "c6d2e7d769ee1ebd"),
     ("lengths=7 op=gated_rms_norm width=5 dtype=bf16 values=growing seed=11", "e9f64ccdaae7a5e0"),
     ("lengths=6 op=norm_gate_linear width=8 out_width=40 values=large weight=no seed=9", "a29800248f02298a"),
+    ("lengths=3+2+4 op=causal_conv1d packed=yes width=5 dtype=bf16 state=some seed=19", "f29c317211ce70dc"),
 )
 
 

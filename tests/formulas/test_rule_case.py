@@ -53,6 +53,8 @@ KNOWN = (
     ("lengths=9+20 packed=yes heads=2 value_heads=6 key_dim=24 dtype=fp16 values=large qk_norm=yes seed=21", "474bd87d0309c270"),
     ("lengths=7+0+12 packed=yes value_heads=2 gate=edges values=great state=random seed=11", "6eae85ad1eb064e0"),
     ("lengths=9+9 op=kda key_dim=4 dtype=fp16 gate=closed values=great seed=12", "ee4beb2d9750156f"),
+    ("lengths=150+0+70 packed=yes value_heads=2 gate=runs beta=runs state=some seed=13", "6cbb512aae4a9130"),
+    ("lengths=9+9+9 op=kda key_dim=4 dtype=bf16 gate=runs beta=runs state=some seed=14", "fbbc03ce44d9fd13"),
 )
 
 
