@@ -292,10 +292,9 @@ class _Builder:
             return torch.where(choice == 0, under, torch.where(choice == 1, 0.0, _decay(whole, MEMORIES["64"])))
 
         def runs(whole: Tensor) -> Tensor:
-            g, turn = _decay(whole, 1.0), (self.run + case.seed) % len(RUNS)
-            for number, name in enumerate(RUNS):
-                g[turn == number] *= MEMORIES[name]
-            return g
+            turn = ((self.runs[0] + case.seed) % len(RUNS)).view(*self.batch, *[1] * len(axes))
+            first, second, third = (MEMORIES[name] for name in RUNS)
+            return _decay(whole, 1.0) * torch.where(turn == 0, first, torch.where(turn == 1, second, third))
 
         def mixed(whole: Tensor) -> Tensor:
             g = _decay(whole, 1.0)
@@ -438,16 +437,16 @@ class _Builder:
         return (self.first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)).flatten()
 
     @functools.cached_property
-    def run(self) -> Tensor:
-        """The number of each token's run of RUN tokens in its sequence [B, T]."""
-        return ((torch.arange(len(self.first), device=self.device) - self.first) // RUN).view(self.batch)
+    def runs(self) -> Tensor:
+        """The number of each token's run of RUN tokens in its sequence, and how many runs that has [2, B, T]."""
+        rows = [[place // RUN, -(-length // RUN)] for length in self.case.lengths for place in range(length)]
+        return self.sent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).mT).unflatten(-1, self.batch)
 
     @property
     def idle(self) -> Tensor:
         """Whether a token is in a run whose betas are 0, which is every second one of a sequence of several runs [B, T, 1]."""
-        lengths = torch.tensor(self.case.lengths, device="cpu")
-        several = self.sent((lengths > RUN).repeat_interleave(lengths)).view(self.batch)
-        idle: Tensor = several & (self.run % 2 == self.case.seed % 2)
+        run, count = self.runs
+        idle: Tensor = (count > 1) & (run % 2 == self.case.seed % 2)
         return idle.unsqueeze(-1)
 
     @functools.cached_property

@@ -317,9 +317,9 @@ class Launches(TorchFunctionMode):
 @for_each("packed", ["yes", "no"])
 @for_each("values", VALUES)
 @pytest.mark.slow
-def test_device_mixes_once_a_call_and_is_sent_offsets_and_repeated_tokens_only(values: str, packed: str) -> None:
+def test_device_mixes_once_a_call_and_is_sent_offsets_repeated_tokens_and_runs_only(values: str, packed: str) -> None:
     """Of ordinary values every gate with every beta, in and outside of the kernel; of others each of these once."""
-    regimes = itertools.product(GATES, BETAS, IN_KERNEL)
+    regimes = itertools.chain(itertools.product(GATES, BETAS, IN_KERNEL), [("runs", "ordinary", "none"), ("runs", "runs", "beta")])
     if values == "one_hot":
         regimes = [("forever", "one", "none")]
     elif values != "ordinary":
@@ -331,7 +331,7 @@ def test_device_mixes_once_a_call_and_is_sent_offsets_and_repeated_tokens_only(v
             case.inputs("meta")
         with Launches() as cotangents:
             case.cotangents("meta")
-        assert (inputs.sent, inputs.rounds) == ((packed == "yes") + (values == "repeated"), 2)
+        assert (inputs.sent, inputs.rounds) == ((packed == "yes") + (values == "repeated") + ("runs" in (gate, beta)), 2)
         assert (cotangents.sent, cotangents.rounds) == (0, 2)
 
 
