@@ -440,7 +440,8 @@ class _Builder:
     def runs(self) -> Tensor:
         """The number of each token's run of RUN tokens in its sequence, and how many runs that has [2, B, T]."""
         rows = [[place // RUN, -(-length // RUN)] for length in self.case.lengths for place in range(length)]
-        return self.sent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).mT).unflatten(-1, self.batch)
+        runs = self.sent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).mT)
+        return runs.reshape(2, *self.batch)
 
     @property
     def idle(self) -> Tensor:
