@@ -32,7 +32,7 @@ ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that
 # Tensors [B, T, ...] whose axes lie in another order in memory, by the two axes that change places: as transpose(1, 2) gives them
 # of [B, H, T, D], and transpose(0, 1) of [T, B, ...].
 ORDERS = {"heads_first": (1, 2), "tokens_first": (0, 1)}
-# Tensors [B, T, ..., C] whose channels repeat the first one with a stride of 0, as a head's decay is handed to KDA. Not q and k: a
+# Inputs [B, T, ..., C] whose channels repeat the first one with a stride of 0, as a head's decay is handed to KDA. Not q and k: a
 # row of equal numbers could have a norm over 1.
 ONE_CHANNEL = "one_channel"
 ARRANGED = (*ORDERS, ONE_CHANNEL)
@@ -64,8 +64,8 @@ def views_of(domain: Any, example: Example, tensors: dict[str, Tensor]) -> dict[
         spec, margin = example.case.spec, example.case.seed % 2
         return {name: ordered(x, how, margin) if _can_order(axes_of(spec, name), how) else x for name, x in tensors.items()}
     if how == ONE_CHANNEL:
-        rows = {name: x for name, x in tensors.items() if name not in ("q", "k") and x.ndim > 2}
-        alike = {name for name in rows if axes_of(example.case.spec, name)[:2] == ["B", "T"]}
+        ports = {port.name for port in example.case.spec.inputs if port.axes.split()[:2] == ["B", "T"]} - {"q", "k"}
+        alike = {name for name in ports & tensors.keys() if tensors[name].ndim > 2}
         return {name: x[..., :1].expand_as(x) if name in alike else x for name, x in tensors.items()}
     kinds: tuple[str, ...] = ("aligned",) if how == INDICES else (how,)
     if how == MIXED:

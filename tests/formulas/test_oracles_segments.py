@@ -129,11 +129,14 @@ def test_segments_hold_every_token_once_in_order(
 
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=6)
-@given(case=cases(Domain(), longest=150, total=200), most=st.integers(1, 5))
+@given(
+    case=cases(Domain(), longest=150, total=200).filter(lambda case: case.key_dim > 1 or not case.qk_norm), most=st.integers(1, 5)
+)
 @example(case=Case.parse("lengths=130+0+3+70 packed=yes heads=2 value_heads=4 gate=64 state=random seed=1"), most=1)
 @example(case=Case.parse("lengths=40+3+3+3+3+3+3+200 packed=yes value_heads=2 gate=mixed state=random seed=2"), most=3)
 @pytest.mark.slow_after_first
 def test_segments_however_small_give_the_results_of_one(operation: str, case: Case, most: int) -> None:
+    """A single number that is normalised has no gradient but roundings."""
     case = of(operation, case)
     inputs, cotangents = case.inputs(), case.cotangents()
     with pytest.MonkeyPatch.context() as patch:
