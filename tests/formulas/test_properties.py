@@ -253,7 +253,7 @@ def sample() -> list[Case]:
     ("field", "choices"),
     [
         ("dtype", tuple(DTYPES)),
-        ("gate", (*GATES, "edges")),
+        ("gate", (*GATES, "edges", "runs")),
         ("beta", BETAS),
         ("values", tuple(value for value in VALUES if value != "one_hot")),
         ("state", STATES),
