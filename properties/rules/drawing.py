@@ -85,9 +85,9 @@ def limits(domain: Domain) -> list[Case]:
     These are whole chunks without beta and others without decays; states of zeros beside others; over 1,024 packed sequences of
     unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first and last length are the mean of all;
     one token, and three, between packed sequences of no tokens; over 256 heads, with several value heads for each key head, and
-    with gates in the kernel; over 256 value heads for one key head, and 6 and 11; over 256 sequences of a batch, and over
-    1,024, as a batch and packed, without states or a backward. Two sizes are large at once in those of `_two_sizes`. Where
-    kernels are interpreted, there is a batch with over 65,535 sequences and heads.
+    with gates in the kernel; over 256 value heads for one key head, and 6 and 11; over 256 sequences of a batch, and over 1,024
+    without a backward, and as many, packed if possible, without states. Two sizes are large at once in those of `_two_sizes`.
+    Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
     over 128. There are none if the check draws no long cases, and if kernels are compiled (a `reach` above 1), because they compile
@@ -115,8 +115,8 @@ def limits(domain: Domain) -> list[Case]:
         heads(1, MANY_OF_A_KEY),
         *(heads(1, count) for count in OF_A_KEY),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
-        _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, backward=False),
-        _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, packed=True, backward=False),
+        _narrow_case(domain, lengths=(up(1),) * MOST_ROWS, backward=False),
+        _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, packed=domain.packed, backward=False),
         *_in_runs(domain, up),
         *_two_sizes(domain, up),
     ]

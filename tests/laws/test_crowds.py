@@ -60,10 +60,10 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     assert [cases.count(case) for case in limits(SIZED)] == [1] * 24
     _, many, mean, one, step, heads, three, seventeen, ratio, six, eleven, batch, largest, stateless, *runs = limits(SIZED)
     runs, two = runs[:4], runs[4:]
-    without, some = (largest, stateless), [case for case in runs if case.beta != "runs"]
-    assert {case.state for case in limits(SIZED) if case not in (*without, *some)} == {"random"}
+    some = [case for case in runs if case.beta != "runs"]
+    assert {case.state for case in limits(SIZED) if case not in (stateless, *some)} == {"random"}
     assert [(case.value_heads, case.heads, case.tokens) for case in (six, eleven)] == [(6, 1, 3), (11, 1, 3)]
-    assert [case.state for case in (*without, *some)] == ["none", "none", "some", "some"]
+    assert [case.state for case in (stateless, *some)] == ["none", "some", "some"]
     assert [(case.seed, case.gate, case.beta) for case in runs] == [
         (0, "runs", "runs"),
         (0, "64", "ordinary"),
@@ -100,7 +100,8 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
         (1, 0, 2, 1, 1),
     ]
     dense = limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))
-    assert dense[1:] == [heads, batch, largest, *runs[::2], *two[1:4]]
+    alone = dataclasses.replace(stateless, packed=False)
+    assert dense[1:] == [heads, batch, largest, alone, *runs[::2], *two[1:4]]
     short = limits(dataclasses.replace(SIZED, longest=1))
     counts = [65, MANY_SEQUENCES, 3, *[1] * 6, MANY_ROWS, MOST_ROWS, MOST_ROWS, 1, 3, 1, 3, 41, 133, 1, 1, 3, 1]
     assert [len(case.lengths) for case in short] == counts

@@ -93,7 +93,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     modules.SpeedsAddUpInTheirDtype: ("oracle", ("values=growing",)),
     modules.OffsetsOf12Bits: ("oracle", ("lengths=4098+5+6+61500",)),
     wrong.LayerHeadsUpTo64: ("oracle", ("heads=16 value_heads=272",)),
-    wrong.BatchesOf8Bits: ("oracle", ("lengths=1x259", "lengths=1x1030")),
+    wrong.BatchesOf8Bits: ("oracle", ("lengths=1x259", "lengths=1x1030 key_dim")),
     wrong.RatiosOf8Bits: ("oracle", ("lengths=3 value_heads=257",)),
     wrong.SumsOf256Chunks: ("oracle", ("lengths=16450",)),
     wrong.DecaysOf13Bits: ("oracle", ("lengths=8195",)),
