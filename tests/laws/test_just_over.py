@@ -72,7 +72,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     served.StepsUpTo8192: ("session", ("trace=p:a127,b127",)),
     served.RowsUpTo128: ("session", ("slots=260",)),
     served.SlotsOf7Bits: ("session", ("slots=260",)),
-    served.RoomFor96PaddingRows: ("session", ("slots=4 ",)),
+    served.RoomFor96PaddingRows: ("session", ("d:_,_,_,_",)),
     served.PositionsOf8Bits: ("session", ("trace=p:a128,b128/p:a128,b128", "/p:a124,b124")),
     served.PositionsUpTo512: ("session", ("trace=p:a128,b128/p:a128,b128",)),
     served.ForkReadsTheSnapshot: ("ledger", ("p:a64/k:b<a@/p:a64/d:b", "p:a5/s:a/k:b<a@/s:a/d:b")),
