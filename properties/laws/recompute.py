@@ -100,7 +100,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
     elif variant == "frozen":
         names = present(case.spec, inputs)
         losses = {"": (cotangents, bench.bounds(inputs, cotangents))}
-        losses |= {f" and a loss of {name} alone": loss for name, loss in _of_one_output(bench, inputs, cotangents)}
+        if len(cotangents or {}) > 1:
+            losses |= {f" and a loss of {name} alone": loss for name, loss in _of_one_output(bench, inputs, cotangents)}
         for number, frozen in enumerate(separations(names, case.seed)):
             several = number == 0 or (number > len(names) and number % 2)
             for what, (loss, bounds) in [*losses.items()][: None if several else 1]:
@@ -155,9 +156,8 @@ def _between(bench: Bench, case: Any, inputs: Inputs, cotangents: Cotangents) ->
 
 
 def _of_one_output(bench: Bench, inputs: Inputs, cotangents: Cotangents) -> Iterator[tuple[str, tuple[Results, dict[str, Bound]]]]:
-    """Yield each of several outputs with its cotangent alone, and with the bounds of a loss of this output."""
-    if cotangents is None or len(cotangents) < 2:
-        return
+    """Yield each output with its cotangent alone, and with the bounds of a loss of this output."""
+    cotangents = cotangents or {}
     for name in cotangents:
         zeros = {other: torch.zeros_like(x) if other != name else x for other, x in cotangents.items()}
         yield name, ({name: cotangents[name]}, bench.bounds(inputs, zeros))

@@ -144,10 +144,10 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
         },
     }
     for law in (law for law in MODULE_LAWS.values() if operation in law.about and (law.variants or law.place)):
-        examples = drawn(ModuleDomain(operation), law.name, 160 if law.variants else 20)
+        examples = drawn(ModuleDomain(operation), law.name, 240 if law.variants else 20)
         if law.variants:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
-            views = {*VIEWS, "tokens_first", "far_tokens", "far_sequences"}
+            views = {*VIEWS, "tokens_first", "one_channel", "far_tokens", "far_sequences"}
             views |= {"heads_first", "far_heads"} if "heads" in words_of(operation) else set()
             views -= {"indices"}  # which a domain must name
             if law.name in ("history", "recompute"):  # streams need a GPU, and freezing a part of the inputs needs two

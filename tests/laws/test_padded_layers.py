@@ -31,7 +31,7 @@ def verdicts(kind: type[Adapter], examples: list[Example]) -> list[Verdict]:
 
 def test_states_stand_beside_padding_only_where_the_domain_says_so() -> None:
     both = drawn(padded_layers.Padded.domain, 48)
-    assert {example.case.state for example in both} == {"none", "zero", "random"}
+    assert {example.case.state for example in both} >= {"none", "random", "some"}
     assert {example.case.state for example in drawn(LayerDomain(), 48)} == {"none"}
     beside = next(example for example in both if example.case.state == "random")
     outcome = execute(Run(LAW.name, "zoo/Layered", beside))

@@ -419,7 +419,7 @@ def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:
 
 KILLED_BY = {
     pools.DecodesWithoutBias: Kill("oracle", 4),
-    pools.DecodesLinearGates: Kill("oracle", shown=(0, 69)),
+    pools.DecodesLinearGates: Kill("oracle", seeds=3),
     pools.DecodesFirstSpeed: Kill("oracle", 2),
     pools.DecodesKdaAsOneDecay: Kill("oracle", 4),
     pools.HalfStatesByHalf: Kill("oracle", shown=(0, 7)),

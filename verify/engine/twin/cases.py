@@ -71,7 +71,7 @@ def _shared(domains: Sequence[Any], tokens: int, device: str, seed: int) -> Any:
         if promise.how == "some":
             values = [value for value in getattr(first, name) if all(value in getattr(other, name) for other in domains)]
             values = values or _given_before(domains, name) or [*getattr(first, name)][:1]
-        if promise.how in ("some", "flag"):
+        if promise.how == "some" or (promise.how == "flag" and isinstance(promise.value, bool)):  # not gate=strong, say
             words[promise.word] = sorted(values, key=(*FIRST.get(promise.word, values), *values).index)
     words |= {"scale": ("default", "one", "half")} if rules else {"cached": (True, False)}
     words["backward"] = (False,)
