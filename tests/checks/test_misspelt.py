@@ -62,6 +62,7 @@ def test_what_only_another_kind_of_adapter_has_is_refused(tmp_path: pathlib.Path
     "body",
     [
         "    most = 65535\n",
+        f"    stale = False\n{RUN}",
         f"    num_warps = 4\n    name = 'mine'\n    blocks = (16, 32)\n    experimental = True\n{RUN}",
         f"    chunks = 4\n    chunk = 16 * chunks\n{RUN}",
         f"    chunk = 64\n    chunks = 4\n{RUN}",
