@@ -25,6 +25,15 @@ from verify.zoo.wrong_gates import StepwiseKda
 from verify.zoo.wrong_recompute import Gradients, Recomputes
 from verify.zoo.wrong_traces import Serves
 
+
+class _Copy(torch.autograd.Function):
+    """x. A class derived from it says what its gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+
 # Orders of axes in memory
 
 
@@ -192,12 +201,8 @@ class DecaysByKeys(Chunkwise):
         return super().run(x.replaced(g=self.decays))
 
 
-class _AllChannels(torch.autograd.Function):
+class _AllChannels(_Copy):
     """x, every channel of which gets the gradient of all channels together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -311,12 +316,8 @@ class BackwardOnTheSecondAxis(Recomputes):
         return super().back(x, names, tensors, cotangents)
 
 
-class _Halves(torch.autograd.Function):
+class _Halves(_Copy):
     """x, whose gradient passes through float16."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

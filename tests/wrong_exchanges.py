@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from tests.wrong_ranks import RuleOnRanks, layer
-from verify.adapters.gdn.layer import GatedDeltaNet
+from tests.wrong_ranks import RuleOnRanks, adding
 from verify.ranks.collectives import Comm, Place, exchange, reduce_from
 from verify.zoo.base import Chunkwise
 from verify.zoo.wrong_paths import Mutant
@@ -72,19 +71,13 @@ class SlabsOf1024(RuleOnRanks):
         return super().run(x.replaced(v=torch.cat([x.v[:, :1024], x.v[:, :-1024]], 1)), place)
 
 
-class BucketTail(Mutant):
-    """Outputs of TP ranks are added in buckets of 16,384 numbers, and what is left behind whole buckets is not added."""
-
-    class module(GatedDeltaNet):  # noqa: N801
-        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
-            layer.reduce_from = _whole_buckets
-            try:
-                return super().forward(hidden, *offsets)
-            finally:
-                layer.reduce_from = reduce_from
-
-
 def _whole_buckets(comm: Comm, x: Tensor) -> Tensor:
     flat, whole = x.flatten(), x.numel() // 16_384 * 16_384
     added = reduce_from(comm, flat[:whole]) if whole else flat
     return (torch.cat([added, flat[whole:]]) if whole else reduce_from(comm, flat)).view_as(x)
+
+
+class BucketTail(Mutant):
+    """Outputs of TP ranks are added in buckets of 16,384 numbers, and what is left behind whole buckets is not added."""
+
+    module = adding(_whole_buckets)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,16 +40,24 @@ def _from_itself(comm: Comm, x: Tensor) -> Tensor:
     return added
 
 
-class AddsFromItself(Mutant):
-    """Each TP rank adds the parts of the output in another order: with three ranks or more, the sums differ in their last bits."""
+def adding(added: Callable[[Comm, Tensor], Tensor]) -> type[GatedDeltaNet]:
+    """A layer whose TP ranks add up the parts of the output in this way."""
 
-    class module(GatedDeltaNet):  # noqa: N801
+    class Module(GatedDeltaNet):
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
-            layer.reduce_from = _from_itself
+            layer.reduce_from = added
             try:
                 return super().forward(hidden, *offsets)
             finally:
                 layer.reduce_from = reduce_from
+
+    return Module
+
+
+class AddsFromItself(Mutant):
+    """Each TP rank adds the parts of the output in another order: with three ranks or more, the sums differ in their last bits."""
+
+    module = adding(_from_itself)
 
 
 class RoundsByRank(Mutant):
