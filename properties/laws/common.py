@@ -148,7 +148,7 @@ def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit.
 
     With `end`, rows do not begin but end with padding, so states are those behind the last token before it. With `mixed`, every
-    second row that has padding does.
+    second row that has padding ends with it, and the others begin with it.
     """
     case = example.case
     side = {"end": "right", "mixed": "mixed"}.get(example.variant or "", "left")

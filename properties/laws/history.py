@@ -59,8 +59,9 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
 
     - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
       must not change what the first returned.
-    - `one_input`: before a call comes one in which one tensor alone has other numbers, as a result that is kept by the contents of
-      some inputs would take for the same. Each input is that tensor once, every time with new numbers in all of them.
+    - `one_input`: before a call comes one in which one tensor alone has other numbers. An implementation that keeps a result, and
+      knows it again by the contents of some inputs, would take the two calls for the same. Each input is that tensor once, every
+      time with new numbers in all of them.
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again. Of CROWDED
       packed sequences, two late offsets alone are other, and have the same sum.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.

@@ -79,7 +79,8 @@ def recompute(bench: Bench, example: Example) -> Iterator[Pair]:
       are left alone where the domain has keeps_outputs=False.
     - `one_output`: the loss depends on one output alone, once on each, and the backward gets no cotangent of the others.
     - `parts`: the loss depends on some tokens alone, as that of an answer does: on those behind the last multiple of 64, on those
-      before it and all states, on the last sequence, or on every second head and all states.
+      before it and all states, on the last sequence, or on every second head and all states. A sequence of at most 64 tokens is
+      parted in the middle.
     - `sums`: the loss adds up the outputs along their last axis, or along all axes, so that cotangents have strides of 0.
     - `frozen`: some inputs require no gradient. The first input, which has the tokens, is the only one that does not, then each
       input is the only one that does, and then about half of them do, so that any two are frozen together in some call. In the
