@@ -226,9 +226,9 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
     many as it takes; in plain torch also sequences of one token over multiples of 64 to 1,024. Gates and norms have over 512
     heads, and over 512 and over 8,192 channels in numbers that are no multiples of 4, or as many as they take. Those of over
     8,192 channels have five heads, and a residual that is returned if the domain has that, and a norm's have sums of squares
-    over the range of fp16 too. Over 128 tokens come with over 64 heads, and with over 256 channels. Gradients of parameters in
-    16 bits are sums over 65,535 tokens. Further cases are just over the numbers that the source names. There are none if the
-    check draws no long cases, or if kernels are compiled.
+    over the range of fp16 too. Those of over 512 channels have numbers as small as a norm's eps too. Over 128 tokens come with
+    over 64 heads, and with over 256 channels. Gradients of parameters in 16 bits are sums over 65,535 tokens. Further cases are
+    just over the numbers that the source names. There are none if the check draws no long cases, or if kernels are compiled.
     """
     if not at_limits(domain):
         return []
@@ -242,6 +242,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         if domain.backward and rough != "fp32" and (input_dtype or domain.operation not in GATES):
             parameters: dict[str, Any] = {"parameter_dtype": "input"} if input_dtype else {}
             cases += [case(*[longest] * -(-ROWS // longest), dtype=rough, values="growing", **parameters)]
+    regimes = ("ordinary", "small") if domain.operation in NORMS else ("ordinary",)  # a norm's eps counts in small numbers
     few, unequal = min(3, domain.longest), [min(place % 3 + 1, domain.longest) for place in range(MANY_SEQUENCES)]
     if domain.operation in CONV:
         cases += [
@@ -262,7 +263,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
             cases += [case(*over, packed=True, conv_width=max(domain.conv_widths))]
     elif "width" in every:
         wide = [_width_from(domain, least) for least in UNEVEN]
-        cases += [case(few, width=wide[0], out_width=wide[0])]
+        cases += [case(few, width=wide[0], out_width=wide[0], values=regime) for regime in regimes]
         cases += [case(min(TOKENS, domain.longest), width=_width_from(domain, CHANNELS_OF_TOKENS), out_width=narrow)]
         cases += [case(few, width=wide[1], out_width=narrow, heads=PARAMETER_ROWS, residual=domain.residuals[-1])]
         if domain.operation in NORMS and {"fp16", "large"} <= {*domain.dtypes, *domain.values}:
@@ -274,7 +275,7 @@ def limits(domain: ModuleDomain) -> list[ModuleCase]:
         cases += [case(*tokens, few, packed=True)] if "packed" in every else [case(tokens[0])]
         if domain.operation in CONV and number <= MANY_SEQUENCES:
             cases += [case(*(1,) * (number + 2), packed=packed) for packed in (True, False)]
-        cases += [case(few, width=_width_from(domain, number + 1))] if "width" in every else []
+        cases += [case(few, width=_width_from(domain, number + 1), values=regime) for regime in regimes] if "width" in every else []
         cases += [case(few, heads=number + 1)] if "heads" in every and number < MAX_HEADS else []
     return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
 

@@ -16,7 +16,7 @@ from properties.rules.domain import Domain
 from properties.rules.drawing import HEADS, ONE_SIGNED, conventions, decay_of, gates_of, keys_of, values_of
 from properties.words.domain import INDICES, OFFSETS, VIEWS, AnyDomain, check_tuples
 from properties.words.lengths import EDGES
-from properties.words.line import MAX_HEADS
+from properties.words.line import MAX_HEADS, MAX_WIDTH
 from properties.words.names import known_fields
 from properties.words.options import Options, draw_options
 from properties.words.sizes import MANY_EACH, MANY_SEQUENCES, THREE_EACH, at_limits, named
@@ -166,6 +166,7 @@ MANY_BEGINS = 2060  # requests of which some begin: over two flags for each of t
 MANY_DRAFTS = 690  # requests of three tokens
 CUTS = (512, 1024, 2048)  # numbers of tokens after which a call may be cut: no request of three tokens ends there
 LONG_DRAFTS, ACCEPTED = 4, (256, 128)  # requests of many tokens, of which one keeps at least so many: over 8 bits, over 7 bits
+USUAL_KEYS = 128  # the most channels of a key that usual kernels take at once
 WHOLE_TILES = 64  # tokens that a request keeps of a longer draft: a whole number of tiles of 16, 32 or 64
 # Requests and heads. Of their programs, one for a request and a head, the first 65,535 end inside a request. They are fewer than
 # two launches of 65,535, and more than two of the whole requests that fit into one: 2 * (65535 // 64) = 2046.
@@ -213,8 +214,8 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
     heads that there are over 65,535 programs (MANY_PROGRAMS); over 2,048 tokens in over 256 requests of three, of which some keep
     few; requests of one token, of which one is rejected; requests without tokens, of which some begin; requests of over 128 tokens,
     of which one keeps so many, and of over 64, of which one keeps exactly these; trees of over 256 tokens; over 256 heads, with
-    several value heads for each key head; over 256 value heads for one key head; and sizes just over the numbers that the source
-    names. There are none if the check draws no large cases, and on a GPU.
+    several value heads for each key head; over 256 value heads for one key head; keys of over 128 channels, and q and k of them as
+    small as a norm's eps; and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -247,6 +248,7 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         PoolCase((1,), heads=1, value_heads=MANY_HEADS, **words),
         *(PoolCase((2,), heads=keys, value_heads=values, **words) for keys, values in groups),
         *_long_drafts(domain, words),
+        *_wide_keys(domain, words),
     ]
     accepted = "some" if domain.accepts else "all"
     cases += [_large_trees(domain.most_tokens, accepted=accepted, **words)] if domain.trees and domain.most_tokens > TREE else []
@@ -257,6 +259,20 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
         most = number + 1 if number < MAX_HEADS else 1
         cases += [PoolCase((2,), heads=heads, value_heads=most, **words) for heads in (most, 1)]
     return [case for case in dict.fromkeys(cases) if domain.outside(case) is None]
+
+
+def _wide_keys(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
+    """Yield cases with keys of over 128 channels, or the most that the domain allows, and with q and k as small as a norm's eps."""
+    rule = domain.rule
+    widths = [width for width in range(1, MAX_WIDTH + 1) if rule.has_key(width) and (rule.has_value(width) or not rule.equal_widths)]
+    wide = next((width for width in widths if width > USUAL_KEYS), max(widths, default=0))
+    if wide:
+        wide_words = {**words, "key_dim": wide, "value_dim": wide if rule.equal_widths else words["value_dim"]}
+        heads = 2 if rule.grouped_heads else 1
+        yield PoolCase((1, 2), heads=1, value_heads=heads, **{**wide_words, "packed": True})
+        if rule.qk_norm and "small" in rule.values:
+            norm = {"qk_norm": True, "qk_norm_eps": rule.qk_norm_eps[0], "qk_norm_form": rule.qk_norm_forms[0]}
+            yield PoolCase((1, 1), heads=1, value_heads=heads, values="small", **norm, **wide_words)
 
 
 def _long_drafts(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:

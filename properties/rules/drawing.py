@@ -85,8 +85,9 @@ def limits(domain: Domain) -> list[Case]:
     These are whole chunks without beta and others without decays; states of zeros beside others; over 1,024 packed sequences of
     unequal lengths in bf16, which are over 1,024 chunks too; packed sequences whose first and last length are the mean of all;
     one token, and three, between packed sequences of no tokens; over 256 heads, with several value heads for each key head, and
-    with gates in the kernel; over 256 value heads for one key head, and 6 and 11; over 256 sequences of a batch, and over 1,024
-    without a backward, and as many, packed if possible, without states. Two sizes are large at once in those of `_two_sizes`.
+    with gates in the kernel; over 256 value heads for one key head, and 6 and 11; rows of a token whose q and k are as small as a
+    norm's eps; over 256 sequences of a batch, and over 1,024 without a backward, and as many, packed if possible, without states.
+    Two sizes are large at once in those of `_two_sizes`.
     Where kernels are interpreted, there is a batch with over 65,535 sequences and heads.
     In plain torch there are a sequence of over 8,192 tokens, or of over 256 chunks of 64; two sequences of over 1,024 tokens, as a
     batch and packed; a norm in the kernel of over 65,535 rows, without a backward; and values of over 512 channels, with keys of
@@ -114,6 +115,7 @@ def limits(domain: Domain) -> list[Case]:
         heads(MANY, MANY, "both") if "both" in domain.in_kernel[1:] else None,
         heads(1, MANY_OF_A_KEY),
         *(heads(1, count) for count in OF_A_KEY),
+        _small_token(domain, up),
         _narrow_case(domain, lengths=(up(1),) * MANY_ROWS),
         _narrow_case(domain, lengths=(up(1),) * MOST_ROWS, backward=False),
         _narrow_case(domain, state="none", lengths=(up(1),) * MOST_ROWS, packed=domain.packed, backward=False),
@@ -133,6 +135,18 @@ def limits(domain: Domain) -> list[Case]:
         ]
     over = (case for number in named(domain) for case in _over(domain, number))
     return [*dict.fromkeys((*(case for case in found if case is not None), *over))]
+
+
+def _small_token(domain: Domain, up: Callable[[int], int]) -> Case | None:
+    """Return a case of a token in each row, whose q and k are as small as the eps of the norm that the operation computes.
+
+    An implementation may have a kernel of its own for one token, where value heads share a key head.
+    """
+    if not domain.qk_norm or "small" not in domain.values:
+        return None
+    norm: dict[str, Any] = {"qk_norm": True, "qk_norm_eps": domain.qk_norm_eps[0], "qk_norm_form": domain.qk_norm_forms[0]}
+    words: dict[str, Any] = {"lengths": (up(1),) * 2, "packed": not domain.batched, "values": "small", **norm}
+    return _narrow_case(domain, 4, heads=1, value_heads=2, **words) or _narrow_case(domain, 4, **words)
 
 
 def _in_runs(domain: Domain, up: Callable[[int], int]) -> Iterator[Case | None]:

@@ -161,6 +161,11 @@ class TraceCase(Line):
     def __str__(self) -> str:
         return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
 
+    def further_traits(self) -> list[tuple[str, object]]:
+        """Return the kinds of events that the trace has, whether it has padding rows, and whether it forks from a snapshot."""
+        kinds = {event[0] for event in self.trace.split("/")}
+        return [("event", kind) for kind in sorted(kinds | {*self.trace} & {PADDING, "@"})]
+
     @property
     def spec(self) -> Operation:
         """The contract of one row of a step."""

@@ -256,13 +256,17 @@ def forks(domain: TraceDomain) -> list[TraceCase]:
 
 
 def wide(domain: TraceDomain) -> list[TraceCase]:
-    """Return a case of a prompt, a draft, a decode and what follows, with the widest keys and values of the domain up to WIDEST."""
+    """Return cases of a prompt, a draft, a decode and what follows, with the widest keys and values of the domain up to WIDEST.
+
+    In one of them q and k are nearly as small as their norm's eps.
+    """
     keys, values = ([width for width in range(4, WIDEST + 1) if has(width)] for has in (domain.has_key, domain.has_value))
     if not (keys and values):
         return []
     steps = [f"v{min(3, domain.most_drafts)}:a1,b2"] * ("verify" in domain.events and domain.most_drafts > 1)
     steps.append(_token(domain, ["a", "b"]))
-    return fixed_cases(domain, ["/".join(["p:a5,b3", *steps, *steps])], key_dim=max(keys), value_dim=max(values))
+    trace, widths = "/".join(["p:a5,b3", *steps, *steps]), {"key_dim": max(keys), "value_dim": max(values)}
+    return [case for regime in ("ordinary", "small") for case in fixed_cases(domain, [trace], values=regime, **widths)]
 
 
 def empty_padding(domain: TraceDomain) -> list[TraceCase]:

@@ -64,6 +64,10 @@ class Line:
         """Return the dtype in which a final state becomes an initial state; None if states are not rounded."""
         return None
 
+    def further_traits(self) -> list[tuple[str, object]]:
+        """Return what makes a case unlike others beside the values of its words (pairs.py)."""
+        return []
+
     def words(self) -> dict[str, str]:
         """Return every word of the line with its value, defaults included."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,9 +73,12 @@ def unpacked(case: Any) -> Changes:
 
 
 def shorter_sequences(case: Any) -> Changes:
-    """Yield shorter sequences: all of them at once, then one at a time. Of over MANY, only the first and last one."""
+    """Yield shorter sequences: all of them at once, also in proportion, then one at a time. Of over MANY, only the first and last."""
     lengths = case.lengths
     if case.packed:
+        divisor = math.gcd(*lengths) if len(lengths) > 1 else 0
+        for part in below(divisor, 1):
+            yield of_lengths(tuple(length // divisor * part for length in lengths))
         if len({*lengths} - {0}) > 1 or len(lengths) > 2:  # all of them at once
             for most in below(max(lengths), 1):
                 yield of_lengths(tuple(min(length, most) for length in lengths))

@@ -13,10 +13,13 @@ from hypothesis.errors import Unsatisfiable
 from oracles.arithmetic.counter import mix_words
 from properties.laws.law import Law
 from properties.seeds import draw as drawn_from
+from properties.words.pairs import pairs_of
 from properties.words.sizes import first_place, is_large, places, with_drawing
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 TRIES = 8  # draws for each large example
+CANDIDATES = 3  # draws for each ordinary example of a law that has few
+FEW = 96  # examples of a law; of more, two drawn at random have nearly all pairs of words
 FIRST = 16  # the smallest of so many ordinary examples is a law's first one
 Look = Callable[[Any], None]
 
@@ -56,12 +59,41 @@ def seeded(strategy: Any, seed: int, examples: int, look: Look, seen: Iterable[A
         look(simplest[0])
 
 
+def paired(strategy: Any, seed: int, examples: int, look: Look, seen: Iterable[Any] = ()) -> None:
+    """Pass examples to `look` as `seeded` does, but of CANDIDATES draws the one with the most pairs of words that are new.
+
+    A pair is new if neither an example before it nor one of `seen` has it. Greedy choices among few candidates come close to the
+    fewest cases that have all pairs (D. M. Cohen et al., "The AETG system: an approach to testing based on combinatorial design",
+    IEEE Transactions on Software Engineering 23(7), 1997).
+    """
+    seen = [*seen]
+    had = {pair for example in seen for pair in pairs_of(example)}
+    waiting, others, count = list[Any](), list[Any](), 0
+
+    def drive(example: Any) -> None:
+        nonlocal count
+        waiting.append(example)
+        if len(waiting) < CANDIDATES:
+            return
+        best = max(waiting, key=lambda one: len(pairs_of(one) - had))
+        had.update(pairs_of(best))
+        others.extend(one for one in waiting if one is not best)
+        waiting.clear()
+        count += 1
+        look(best)
+
+    seeded(strategy, seed, CANDIDATES * examples, drive, seen)
+    for example in [*waiting, *others][: examples - count]:  # the strategy has few examples
+        look(example)
+
+
 def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy: Callable[[Law, Any], Any] | None = None) -> None:
     """Pass the examples to `look` that a check with this seed has of a law, in their order, which their number decides.
 
     - The first example is the smallest of FIRST ordinary ones, so that the first result comes soon.
     - Large examples are at the places that properties/words/sizes.py names, if the domain has large cases.
     - The examples that a law always has (`Law.always`) come after the first large one, or where that would be.
+    - Of a law that compares with the truth and has few examples, each ordinary one is chosen among several draws (`paired`).
     - The first examples of a law with `Law.turns` have its variants in turn, except for those that it always has.
 
     `strategy(law, domain)` returns the strategy of the examples; by default it is that of the law.
@@ -102,7 +134,8 @@ def of_law(law: Law, domain: Any, seed: int, examples: int, look: Look, strategy
         if len(begin) == FIRST:
             put_first()
 
-    seeded(strategy(law, domain), seed, examples - len(special), ordinary, special.values())
+    draw = paired if law.kind == "truth" and examples <= FEW else seeded
+    draw(strategy(law, domain), seed, examples - len(special), ordinary, special.values())
     if len(begin) < FIRST:
         put_first()
     for place in sorted(place for place in special if place >= done):
