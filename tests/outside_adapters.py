@@ -151,6 +151,7 @@ NARROW = Domain(
     gate_dtypes=("fp32",),
     grouped_heads=False,
     packed=False,
+    nothing=False,
     initial_state=False,
     qk_norm=False,
     scale=False,

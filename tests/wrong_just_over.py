@@ -139,6 +139,16 @@ class NormedRowsOf16Bits(Chunkwise):
         return torch.where(few, super().normalise(x), x)
 
 
+class NormsOfEachValueHead(Chunkwise):
+    """Where rows have one token, q and k are normalised in place for each value head of their key head."""
+
+    def run(self, x: Inputs) -> Any:
+        if x.qk_norm and x.cu_seqlens is None and x.q.shape[1] == 1:
+            for _ in range(x.v.shape[2] // x.q.shape[2] - 1):
+                x = x.replaced(q=self.normalise(x.q), k=self.normalise(x.k))
+        return super().run(x)
+
+
 class OneTokenIsTheFirst(Chunkwise):
     """A call of one token takes the way of a decode, where row n has state n. Its token may be that of another packed sequence."""
 

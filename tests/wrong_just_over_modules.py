@@ -40,6 +40,18 @@ class GateHeadsUpTo512(Gate):
         return speed[torch.arange(len(speed)) % 512]
 
 
+class UnitRowsOver512(L2Norm):
+    """Over 512 channels, the backward takes the normalised row for a unit vector, as if there were no eps."""
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        if wide.shape[-1] <= 512:
+            return super().divided(wide, squares, eps)
+        y = super().divided(wide, squares.detach(), eps)
+        unit = torch.nn.functional.normalize(y.detach(), dim=-1)
+        along = (y * unit).sum(-1, keepdim=True)
+        return y - unit * (along - along.detach())
+
+
 class TailsOfL2(L2Norm):
     """Over 512 channels, squares are added in groups of 4, and those of a group that is not full are left out."""
 

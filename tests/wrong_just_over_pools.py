@@ -116,6 +116,14 @@ class PoolHeadsOf7Bits(Serving):
         return o[:, :, torch.arange(o.shape[2]) % 128]
 
 
+class KeysOver128OfTheFirstHead(Serving):
+    """Key channels from the 129th on are read from the state of the first head."""
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot)
+        return torch.cat([state[:, :128], state[:1, 128:].expand_as(state[:, 128:])], 1)
+
+
 class PoolPairsOfValueHeads(Serving):
     """Two value heads at a time, with one load of their key."""
 

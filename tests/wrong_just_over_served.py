@@ -14,7 +14,7 @@ from properties.traces.case import Batch, Sizes
 from properties.traces.domain import TraceDomain
 from tests.wrong_just_over import in_pairs
 from verify.adapters.base import PathAdapter
-from verify.adapters.gdn.pool import Progress
+from verify.adapters.gdn.pool import EPS, Progress
 from verify.ranks.collectives import Place, gather_from
 from verify.zoo.base import Chunkwise
 from verify.zoo.wrong_traces import Serves
@@ -30,6 +30,15 @@ class ServedPairsOfValueHeads(Serves):
         chosen = super().normed(x).unflatten(-2, (2, value_heads))
         first = in_pairs(heads, value_heads) * (value_heads // heads)
         return chosen[..., first, :].flatten(-3, -2)
+
+
+class EpsOfEach64Keys(Serves):
+    """The squares of a key are added in blocks of 64 channels, and the eps of the norm with each of them."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        eps = -(-x.shape[-1] // 64) * EPS
+        x = x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+        return x.repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
 
 
 class StagedByRow(Serves):

@@ -210,12 +210,13 @@ def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
 def limits(domain: PoolDomain) -> list[PoolCase]:
     """Return cases just over usual limits, cheap because they are narrow, as far as the domain allows them.
 
-    These are over 1,024 requests of one token in a pool of over 65,535 slots; over 2,048 of which some begin; requests of so many
-    heads that there are over 65,535 programs (MANY_PROGRAMS); over 2,048 tokens in over 256 requests of three, of which some keep
-    few; requests of one token, of which one is rejected; requests without tokens, of which some begin; requests of over 128 tokens,
-    of which one keeps so many, and of over 64, of which one keeps exactly these; trees of over 256 tokens; over 256 heads, with
-    several value heads for each key head; over 256 value heads for one key head; keys of over 128 channels, and q and k of them as
-    small as a norm's eps; and sizes just over the numbers that the source names. There are none if the check draws no large cases, and on a GPU.
+    These are over 1,024 requests of one token in a pool of over 65,535 slots; over 2,048 of which some begin; requests of so
+    many heads that there are over 65,535 programs (MANY_PROGRAMS); over 2,048 tokens in over 256 requests of three, of which
+    some keep few; requests of one token, of which one is rejected; requests without tokens, of which some begin; requests of
+    over 128 tokens, of which one keeps so many, and of over 64, of which one keeps exactly these; trees of over 256 tokens;
+    over 256 heads, with several value heads for each key head; over 256 value heads for one key head; keys of over 128
+    channels, and q and k of them as small as a norm's eps; and sizes just over the numbers that the source names. There are
+    none if the check draws no large cases, and on a GPU.
     """
     rule = domain.rule
     if not at_limits(domain):
@@ -264,14 +265,16 @@ def limits(domain: PoolDomain) -> list[PoolCase]:
 def _wide_keys(domain: PoolDomain, words: dict[str, Any]) -> Iterator[PoolCase]:
     """Yield cases with keys of over 128 channels, or the most that the domain allows, and with q and k as small as a norm's eps."""
     rule = domain.rule
-    widths = [width for width in range(1, MAX_WIDTH + 1) if rule.has_key(width) and (rule.has_value(width) or not rule.equal_widths)]
+    widths = [
+        width for width in range(1, MAX_WIDTH + 1) if rule.has_key(width) and (rule.has_value(width) or not rule.equal_widths)
+    ]
     wide = next((width for width in widths if width > USUAL_KEYS), max(widths, default=0))
     if wide:
         wide_words = {**words, "key_dim": wide, "value_dim": wide if rule.equal_widths else words["value_dim"]}
         heads = 2 if rule.grouped_heads else 1
         yield PoolCase((1, 2), heads=1, value_heads=heads, **{**wide_words, "packed": True})
         if rule.qk_norm and "small" in rule.values:
-            norm = {"qk_norm": True, "qk_norm_eps": rule.qk_norm_eps[0], "qk_norm_form": rule.qk_norm_forms[0]}
+            norm: dict[str, Any] = {"qk_norm": True, "qk_norm_eps": rule.qk_norm_eps[0], "qk_norm_form": rule.qk_norm_forms[0]}
             yield PoolCase((1, 1), heads=1, value_heads=heads, values="small", **norm, **wide_words)
 
 

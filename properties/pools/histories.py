@@ -85,7 +85,9 @@ def _failed(bench: Bench, example: Example, inputs: Inputs, bounds: dict[str, Bo
         same = (bits(left.pool) == bits(inputs.pool)).flatten(1).all(-1)
         stored = torch.where(same[slots], bounds["pool"].value.to(left.pool.dtype), left.pool)
         others = ~meant["pool"]
-        yield from judged({"pool": stored}, bounds, {"pool": meant["pool"]}, f"after operation {at} of the call had failed, {WHOLE}")
+        yield from judged(
+            {"pool": stored}, bounds, {"pool": meant["pool"]}, f"after operation {at} of the call had failed, {WHOLE}"
+        )
         where = f"after operation {at} of the call had failed, other slots"
         yield Pair("pool", f"{where}, bits", only(bits(left.pool), others), only(bits(inputs.pool), others))
     yield from judged(bench.run(inputs, None), bounds, meant, "of a call after it had failed for lack of memory")

@@ -73,7 +73,10 @@ def unpacked(case: Any) -> Changes:
 
 
 def shorter_sequences(case: Any) -> Changes:
-    """Yield shorter sequences: all of them at once, also in proportion, then one at a time. Of over MANY, only the first and last."""
+    """Yield shorter sequences: all of them in proportion, then cut to one length, then one at a time.
+
+    Of over MANY, only the first and the last one come alone.
+    """
     lengths = case.lengths
     if case.packed:
         divisor = math.gcd(*lengths) if len(lengths) > 1 else 0

@@ -5,11 +5,20 @@ import signal
 import threading
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from verify.engine.drawing import batches, seeded
+from properties.books import book_of
+from properties.layers.domain import LayerDomain
+from properties.rules.case import Case
+from properties.rules.domain import Domain
+from properties.traces.domain import TraceDomain
+from properties.words.example import Example
+from properties.words.pairs import pairs_of
+from verify.engine import drawing
+from verify.engine.drawing import batches, of_law, paired, seeded
 
 
 def test_batches_have_the_order_of_drawing_and_at_most_their_size() -> None:
@@ -80,3 +89,38 @@ def test_a_drawing_that_fails_fails_its_caller() -> None:
 
     with pytest.raises(ArithmeticError, match=r"^not "):
         list(batches(partial(seeded, st.integers(0, 9).map(refuse), 0, 5), 2))
+
+
+def _pairs(examples: list[Example]) -> int:
+    return len({pair for example in examples for pair in pairs_of(example)})
+
+
+@pytest.mark.parametrize(
+    ("law", "domain", "more"),
+    [("oracle", Domain(), 1.03), ("strides", Domain(), 1.03), ("oracle", LayerDomain(), 1.03), ("session", TraceDomain(), 1.005)],
+)
+def test_of_a_few_examples_more_words_come_together(law: str, domain: Any, more: float) -> None:
+    for seed in range(3):
+        chosen, drawn = list[Example](), list[Example]()
+        strategy = book_of(domain).laws[law].draw(domain)
+        paired(strategy, seed, 32, chosen.append)
+        seeded(strategy, seed, 32, drawn.append)
+        assert len(chosen) == len({*chosen}) == len(drawn) == 32
+        assert _pairs(chosen) > more * _pairs(drawn), seed
+
+
+def test_of_a_law_with_few_examples_all_come_once_and_none_that_was_seen() -> None:
+    few = st.sampled_from([Example(Case((length,))) for length in range(1, 8)])
+    for count, seen in ((5, 0), (7, 0), (9, 0), (9, 2)):
+        examples: list[Example] = []
+        paired(few, 0, count, examples.append, [Example(Case((length,))) for length in range(1, seen + 1)])
+        assert len(examples) == len({*examples}) == min(count, 7 - seen)
+        assert all(example.case.lengths[0] > seen for example in examples)
+
+
+def test_laws_that_compare_with_the_truth_and_have_few_examples_are_drawn_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(drawing, "paired", lambda strategy, seed, examples, look, seen: asked.append(examples))
+    for law, count in (("oracle", 96), ("oracle", 97), ("heads", 32)):
+        of_law(book_of(Domain()).laws[law], Domain(), 0, count, lambda _: None)
+    assert len(asked) == 1

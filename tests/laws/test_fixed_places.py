@@ -145,8 +145,8 @@ def test_a_fixed_place_shows_it_with_every_seed_and_the_right_form_holds(kind: t
         assert outcome.verdict is Verdict.HOLDS or "one by one" in outcome.reason, example
 
 
-# Those that drawn examples may show too: `second` is drawn in float32 with some seeds.
-DRAWN_TOO = {wrong.SavedScale}
+# Those that drawn examples may show too: `second` is drawn in float32 with some seeds, and a fork behind a draft in some traces.
+DRAWN_TOO = {wrong.SavedScale, corners.ForksOfDraftsComeLater}
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, variant) in SHOWN_BY.items() if not variant and kind not in DRAWN_TOO])

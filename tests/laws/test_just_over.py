@@ -79,6 +79,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     served.ForksAtOnce: ("ledger", ("/k:b<a/k:c<b/",)),
     served.ForksReadAFreedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
     served.ForksReadAPreemptedRequest: ("ledger", ("/k:d<c/r:a/f:c/",)),
+    served.EpsOfEach64Keys: ("session", ("key_dim=128 value_dim=128 width=2 gate=64 values=small",)),
     served.CopiesOfKeyHeads: ("ledger", ("heads=2 value_heads=8",)),
     served.RanksByName: ("ledger", ("heads=11 value_heads=11",)),
     modules.RowsOf17Bits: ("oracle", ("lengths=65600 op=gated_rms_norm heads=2",)),
@@ -92,6 +93,12 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     modules.NormAddsUpInItsDtype: ("oracle", ("values=growing",)),
     modules.SpeedsAddUpInTheirDtype: ("oracle", ("values=growing",)),
     modules.OffsetsOf12Bits: ("oracle", ("lengths=4098+5+6+61500",)),
+    wrong.NormsOfEachValueHead: ("oracle", ("value_heads=2 key_dim=4 value_dim=1 gate=64 values=small",)),
+    modules.UnitRowsOver512: ("oracle", ("width=515 values=small",)),
+    pools.KeysOver128OfTheFirstHead: (
+        "oracle",
+        ("key_dim=129 value_dim=1 gate=64 state", "key_dim=129 value_dim=1 gate=64 values"),
+    ),
     wrong.LayerHeadsUpTo64: ("oracle", ("heads=16 value_heads=272",)),
     wrong.BatchesOf8Bits: ("oracle", ("lengths=1x259", "lengths=1x1030 key_dim")),
     wrong.RatiosOf8Bits: ("oracle", ("lengths=3 value_heads=257",)),
@@ -112,8 +119,8 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     served.LeaksForkedSnapshots: ("slots", ("p:a64/k:b<a@/r:a/f:b", "p:a5/s:a/k:b<a@/r:a/f:b")),
     served.ServedHeadsOf8Bits: ("session", ("heads=320 value_heads=960", "heads=16 value_heads=272")),
     modules.GateHeadsUpTo512: ("oracle", ("heads=513",)),
-    modules.TailsOfL2: ("oracle", ("width=515", "heads=5 width=8195")),
-    modules.TailsOfGatedNorms: ("oracle", ("width=515", "heads=5 width=8195")),
+    modules.TailsOfL2: ("oracle", ("op=l2norm width=515", "width=515 values=small", "heads=5 width=8195")),
+    modules.TailsOfGatedNorms: ("oracle", ("op=gated_rms_norm width=515", "width=515 values=small", "heads=5 width=8195")),
     modules.ConvTilesOf16Bits: ("whole", ("lengths=524303",)),
     wrong.NormedRowsOf16Bits: ("oracle", ("lengths=1030 heads=64",)),
     modules.ConvStatesOf10Bits: ("oracle", ("lengths=1+2+3+1+2+3",)),
@@ -188,7 +195,7 @@ def test_each_seed_draws_it_and_what_else_is_drawn_does_not_show_it(kind: type) 
 @pytest.mark.slow
 def test_an_engine_of_few_slots_holds_within_its_domain() -> None:
     examples = fixed(served.FewSlots, "session")
-    assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 4, 5, 5, 5, 3, 3]
+    assert [example.case.slots for example in examples] == [26, 4, 6, 5, 5, 3, 3, 10, 5, 5, 6, 4, 5, 5, 5, 3, 3, 3]
     assert {verdict_of(spec_of(served.FewSlots), "session", example) for example in examples} == {Verdict.HOLDS}
 
 

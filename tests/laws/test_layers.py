@@ -309,7 +309,7 @@ KILLED_BY = {
     layers.NeverNormed: Kill("oracle", 1),
     layers.GateIsASigmoid: Kill("oracle", 1),
     layers.EpsOfTheOtherLibrary: Kill("oracle", 1),
-    layers.BiasInTheInputsDtype: Kill("history", 33, 2, seeds=3),
+    layers.BiasInTheInputsDtype: Kill("strides", 33, 2, seeds=3),
     layers.ForgetsConvState: Kill("cache", 3),
     layers.ShortPromptsAlignLeft: Kill("cache", 2),
     layers.DecodesWithAnotherGate: Kill("cache", 2),

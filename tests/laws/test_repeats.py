@@ -230,7 +230,7 @@ def test_a_check_breaks_the_law_and_says_so(
     name: str, repeats: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 8)  # each starts a process
-    settings = Settings(f"tests/wrong_repeats.py:{name}", ["oracle"], Profile("some", 3, large=False))
+    settings = Settings(f"tests/wrong_repeats.py:{name}", ["oracle"], Profile("some", 5, large=False))
     with Check(settings, 1, Store(tmp_path), defects=[]) as check:
         (report,) = check.run()
     assert (report.verdict, report.repeats) == (Verdict.BROKEN, repeats)
