@@ -18,8 +18,8 @@ from properties.words.sizes import first_place, is_large, places, with_drawing
 
 AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 TRIES = 8  # draws for each large example
-CANDIDATES = 3  # draws for each ordinary example of a law that has few
-FEW = 96  # examples of a law; of more, two drawn at random have nearly all pairs of words
+CANDIDATES = 3  # draws for each ordinary example of a law that has few examples
+FEW = 96  # a law of more examples has nearly all pairs of words without a choice
 FIRST = 16  # the smallest of so many ordinary examples is a law's first one
 Look = Callable[[Any], None]
 
