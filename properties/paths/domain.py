@@ -79,7 +79,7 @@ class PathDomain(AnyDomain):
     strong_decays: Annotated[bool, flag("gate", value="strong")] = True
     """Whether a token may decay the state by e^-3 to e^-60."""
     choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
-    """The values of each choice of the path, by name."""
+    """The values of each choice of the path, by name. One that is left out has the first of its values."""
     slow: tuple[str, ...] = ()
     """Values of choices, as name=value, that are drawn seldom, and by the law `same` only for small cases."""
     longest: int = LONGEST
@@ -167,6 +167,7 @@ class PathDomain(AnyDomain):
 
     def reasons(self, case: Any) -> Iterable[tuple[bool, str]]:
         """Return what else must be true of a case inside the domain, each with what is said if it is not."""
+        chosen = dict(self.choices)
         return (
             (
                 case_ranks(case) <= max(self.ranks, self.exchange_ranks),
@@ -184,7 +185,10 @@ class PathDomain(AnyDomain):
                 "its kernels are compiled for another form than those that this check draws",
             ),
             (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
-            *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
+            *(
+                (getattr(case, name) in chosen.get(name, values[:1]), f"{name}={getattr(case, name)} is not supported")
+                for name, values in CHOICES.items()
+            ),
         )
 
 

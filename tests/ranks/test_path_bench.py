@@ -319,6 +319,7 @@ def test_every_drawn_example_is_accepted_and_comes_back_from_its_line() -> None:
         ({"padded": False}, "packed=yes padding=least lengths=8", "padding=least is not supported"),
         ({"empty": False}, "packed=yes lengths=0+8", "empty sequences are not supported"),
         ({"choices": (("conv", ("fla",)),)}, "lengths=8", "conv=torch is not supported"),
+        ({"choices": ()}, "rule=fla lengths=8", "rule=fla is not supported"),
     ],
 )
 def test_what_lies_outside_a_domain_is_reported(changes: dict[str, object], line: str, reason: str) -> None:
