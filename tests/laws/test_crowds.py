@@ -57,10 +57,12 @@ def test_the_backward_of_such_a_batch_has_no_tolerances() -> None:
 
 def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     cases = drawn(SIZED, 128)
-    assert [cases.count(case) for case in limits(SIZED)] == [1] * 24
-    _, many, mean, one, step, heads, three, seventeen, ratio, six, eleven, batch, largest, stateless, *runs = limits(SIZED)
+    assert [cases.count(case) for case in limits(SIZED)] == [1] * 25
+    _, many, mean, one, step, heads, three, seventeen, ratio, six, eleven, small, batch, largest, stateless, *runs = limits(SIZED)
     runs, two = runs[:4], runs[4:]
     some = [case for case in runs if case.beta != "runs"]
+    words = (small.lengths, small.packed, small.heads, small.value_heads, small.values, small.qk_norm)
+    assert words == ((1, 1), False, 1, 2, "small", True)
     assert {case.state for case in limits(SIZED) if case not in (stateless, *some)} == {"random"}
     assert [(case.value_heads, case.heads, case.tokens) for case in (six, eleven)] == [(6, 1, 3), (11, 1, 3)]
     assert [case.state for case in (stateless, *some)] == ["none", "some", "some"]
@@ -101,9 +103,9 @@ def test_each_usual_limit_is_passed_once_and_by_little() -> None:
     ]
     dense = limits(dataclasses.replace(SIZED, packed=False, grouped_heads=False))
     alone = dataclasses.replace(stateless, packed=False)
-    assert dense[1:] == [heads, batch, largest, alone, *runs[::2], *two[1:4]]
+    assert dense[1:] == [heads, dataclasses.replace(small, value_heads=1), batch, largest, alone, *runs[::2], *two[1:4]]
     short = limits(dataclasses.replace(SIZED, longest=1))
-    counts = [65, MANY_SEQUENCES, 3, *[1] * 6, MANY_ROWS, MOST_ROWS, MOST_ROWS, 1, 3, 1, 3, 41, 133, 1, 1, 3, 1]
+    counts = [65, MANY_SEQUENCES, 3, *[1] * 6, 2, MANY_ROWS, MOST_ROWS, MOST_ROWS, 1, 3, 1, 3, 41, 133, 1, 1, 3, 1]
     assert [len(case.lengths) for case in short] == counts
     assert limits(dataclasses.replace(SIZED, length_step=16))[3].heads == MANY, "one token is no multiple of 16"
     assert limits(Domain()) == []

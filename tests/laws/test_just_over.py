@@ -53,7 +53,7 @@ SHOWN_BY: dict[type, tuple[str, tuple[str, ...]]] = {
     wrong.PackedChunksOf8Bits: ("recall", ("lengths=16450+3",)),
     wrong.EqualIfTheFirstIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
     modules.ConvEqualIfTheLastIsTheMean: ("oracle", ("lengths=3+2+4+3",)),
-    modules.BiasOfAFullBlock: ("oracle", ("out_width=515",)),
+    modules.BiasOfAFullBlock: ("oracle", ("out_width=515", "out_width=515 values=small")),
     wrong.WideWorkspace: ("oracle", ("key_dim=129",)),
     wrong.StepsOf15Bits: ("recall", ("lengths=32769",)),
     pools.FreshUpTo1024: ("oracle", ("=1x2060", "heads=64 value_heads=64")),
