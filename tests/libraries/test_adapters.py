@@ -83,7 +83,7 @@ def failing(gdn_device: str, gdn_worker: Worker, tmp_path: pathlib.Path) -> Call
         for names, profile, fits in (
             ({*laws} - strides - absent, FEWEST, quick),
             ({*laws} & absent, PROFILES["few"], quick),
-            ({*laws} & strides, PROFILES["few"], None),
+            ({*laws} & strides, dataclasses.replace(PROFILES["few"], examples=12), None),
         ):
             settings = Settings(adapter, sorted(names), profile, device=gdn_device)
             with small_ones(fits) if fits else contextlib.nullcontext(), Check(settings, [gdn_worker], Store(tmp_path)) as checking:
