@@ -20,7 +20,7 @@ from properties.traces.case import TraceCase
 from properties.traces.events import name_of
 from properties.words.domain import VIEWS
 from properties.words.example import Example
-from properties.words.smaller import Smaller
+from properties.words.smaller import Smaller, shorter_sequences
 from tests.together import for_each
 from verify.engine.drawing import seeded
 from verify.engine.explaining import SHRINK_RUNS
@@ -333,3 +333,10 @@ def test_law_refuses_a_case_that_it_is_not_about(words: str) -> None:
     """Or else shrinking leaves what the law is about, and its result breaks right implementations too."""
     with pytest.raises(ValueError, match="law"):
         Run.parse(f"{words} adapter=tests/right.py:Chunkwise")
+
+
+def test_packed_sequences_shrink_in_proportion() -> None:
+    """A fault may need a length that is a multiple of another, as where a rank begins with a sequence."""
+    lengths = [fields["lengths"] for _, fields in shorter_sequences(Case((19, 38), packed=True))]
+    assert {(1, 2), (2, 4), (18, 36)} <= {*lengths}
+    assert all(fields["lengths"] != (0, 0) for _, fields in shorter_sequences(Case((0, 0), packed=True)))
